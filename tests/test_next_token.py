@@ -37,7 +37,7 @@ def test_folders_and_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     base = save_base(tmp_path / "base")
     arguments = ["--layers", "0,2", "--chunk-size", "7", "--eta", "0.2", *SETTINGS]
     assert cli.main(["convert", str(base), str(tmp_path / "full"), *arguments]) == 0
-    assert "writes at once" in capsys.readouterr().out
+    assert "already writes" in capsys.readouterr().out
     model, ids = load(tmp_path / "full"), random_ids(1, 40)
     assert {name: getattr(config_of(model), name) for name in NORMS} == NORMS
     assert sorted(n for n in tensors_of(tmp_path / "full") if "ttt" in n) == [
@@ -145,7 +145,7 @@ def test_commands_write_the_prompt(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "wrote the prompt into the fast weights" in capsys.readouterr().err
     assert cli.main(["evaluate", str(folder), "--text", str(prompt), "--json"]) == 0
     said = capsys.readouterr()
-    assert "what its chunks would write is measured instead" in said.err
+    assert "the writes of its chunks are measured instead" in said.err
     assert json.loads(said.out.splitlines()[-1])["difference"]["mean"] != 0
 
 

@@ -1,11 +1,10 @@
-"""The paper-deviation audit: probes what a checkpoint, a module or a recipe does, and holds it against the
-paper.
+"""The paper-deviation audit: measures a checkpoint, a module or a recipe and compares it with the paper.
 
-report = audit_model(model)          # a converted model in memory
-report = audit_module(ReferenceMLP(mlp, chunk_size=64))   # somebody else's module, through an adapter
-print(report.undeclared, report.to_markdown())
+    report = audit_model(model)          # a converted model in memory
+    report = audit_module(ReferenceMLP(mlp, chunk_size=64))   # a third-party module, through an adapter
+    print(report.undeclared, report.to_markdown())
 
-A training recipe is audited by `inplace_ttt.training.audit`.
+`inplace_ttt.training.audit` audits a training recipe.
 """
 
 from .adapters import AuditedModule, ReferenceMLP

@@ -1,9 +1,9 @@
-"""What the probes ask of a module: one protocol, with adapters for modules of others.
+"""The interface between the probes and a TTT layer, and adapters for third-party modules.
 
-A probe drives one TTT layer through `AuditedModule`: inputs and a target source in, outputs out, plus handles
-on the fast weight and on the target generator's parameters. What a module cannot do is left out, and the
-items that need it say "not checked". To audit another implementation, derive from `AuditedModule` and pass an
-instance to `audit_module`.
+A probe drives one TTT layer through `AuditedModule`. It passes inputs and a target source, receives outputs,
+and has handles on the fast weight and on the target generator's parameters. A method that the module cannot
+offer raises NotChecked, and the items that need it result in "not checked". To audit another implementation,
+derive from `AuditedModule` and pass an instance to `audit_module`.
 """
 
 from __future__ import annotations
@@ -23,26 +23,36 @@ from .outcome import NotChecked
 class Stream(Protocol):
     """A sequence that is read in pieces.
 
-    It may have `state`, the tensor that it carries, and `tensors()`, where it works on other tensors than the
-    module's own; `take_back(n)`, which makes its last n tokens unread, and `saved()`, a stream that goes on
-    from what it would save.
+    Optional members:
+
+    - `state`: the tensor that it carries.
+    - `tensors()`: its tensors by name, if it works on other tensors than the module's own.
+    - `take_back(n)`: removes its last n tokens.
+    - `saved()`: returns a stream restored from the data that a save would write.
     """
 
     def __call__(self, x: Tensor, target: Tensor) -> Tensor:
-        """Outputs [1, n, d] of the next n tokens: inputs [1, n, input], target source [1, n, d]."""
+        """Returns outputs [1, n, d] of the next n tokens; inputs x [1, n, input], target source [1, n, d]."""
 
     def reset(self) -> None:
-        """Forget the sequence, for another one to begin."""
+        """Clears the stream, so that another sequence can begin."""
 
 
 class AuditedModule(ABC):
-    """One TTT layer. `forward`, `keys`, `fast_weight`, `conv` and `proj` are needed; the rest is used where
-    given.
+    """One TTT layer.
 
-    name: for the report. input_size, d, h: features of an input token, of an output token, and of a key.
-    chunk_size: tokens a chunk, as the module means it. eta: η as the module means it, or None where unknown.
-    ridge: λ where what is read is the least-squares map of all that was written, None for the paper's sum.
-    whitening: what keys are in the place of Z, in words; None where they are Z.
+    `forward`, `keys`, `fast_weight`, `conv` and `proj` are required. The probes use the other members if they
+    are overridden.
+
+    Attributes:
+        name: for the report.
+        input_size: features of an input token.
+        d: features of an output token.
+        h: features of a key.
+        chunk_size: tokens per chunk, as the module declares it.
+        eta: η as the module declares it, or None if unknown.
+        ridge: λ if reads come from the least-squares map of all writes, None for the paper's sum.
+        whitening: description of the keys that replace Z, or None if the keys are Z.
     """
 
     name: str
@@ -54,9 +64,9 @@ class AuditedModule(ABC):
     ridge: float | None = None
     whitening: str | None = None
     writes_generated: bool | None = None
-    """Whether tokens that are read one at a time are meant to write; None where unknown."""
+    """True if tokens that are read one at a time are meant to write; None if unknown."""
     detaches_target: bool | None = None
-    """Whether the target is meant to give its source no gradient; None where unknown."""
+    """True if the target is meant to pass no gradient to its source; None if unknown."""
 
     @abstractmethod
     def forward(
@@ -67,121 +77,129 @@ class AuditedModule(ABC):
         documents: Sequence[int] | None = None,
         padding: Tensor | None = None,
     ) -> Tensor:
-        """Outputs [B, T, d] of whole sequences: inputs x [B, T, input], target source [B, T, d].
+        """Returns the outputs [B, T, d] of whole sequences.
 
-        documents: lengths of the documents packed in each row. padding: bool [B, T], True where a token is
-            padding.
-        Both are None for plain rows; raise NotChecked for what the module has no argument for.
+        Args:
+            x: inputs [B, T, input].
+            target: target source [B, T, d].
+            documents: lengths of the documents packed in each row, or None for one document per row.
+            padding: bool [B, T], True where a token is padding, or None for rows without padding.
+
+        Raises:
+            NotChecked: if the module lacks an argument for `documents` or `padding`.
         """
 
     @abstractmethod
     def keys(self, x: Tensor) -> Tensor:
-        """What is written under [..., h], of inputs [..., input]: Z, unless keys are something else."""
+        """Returns the keys [..., h] of inputs [..., input]: Z, unless the module has other keys."""
 
     def features(self, x: Tensor) -> Tensor:
-        """Z [..., h], what the down-projection multiplies, of inputs [..., input]."""
+        """Returns Z [..., h], the input of the down-projection, of inputs [..., input]."""
         return self.keys(x)
 
     @property
     @abstractmethod
     def fast_weight(self) -> Tensor:
-        """The model's own down-projection W0 [d, h], which is to be the fast weight."""
+        """The model's own down-projection W0 [d, h], which should be the fast weight."""
 
     @property
     @abstractmethod
     def conv(self) -> Tensor:
-        """Kernel of the target's convolution: [d, 1, k] where depthwise, [d, d, k] where dense."""
+        """Kernel of the target's convolution: [d, 1, k] if depthwise, [d, d, k] if dense."""
 
     @property
     @abstractmethod
     def proj(self) -> Tensor | None:
-        """W_target [d, d], as stored; None where the target is the convolution's output."""
+        """W_target [d, d], as stored; None if the target is the convolution's output."""
 
     @property
     def bias(self) -> Tensor | None:
-        """What the down-projection adds [d]."""
+        """Bias of the down-projection [d], or None."""
         return None
 
     @property
     def tau(self) -> float | None:
-        """The norm that a chunk's delta is meant to be held to at inference; None where unknown or not
-        clipped."""
+        """Declared bound on the norm of a chunk's delta at inference; None if unknown or not clipped."""
         return None
 
     @property
     def own_chunk(self) -> int:
-        """Tokens a chunk when nobody audits; differs from `chunk_size` where the adapter shortens chunks for
-        the probes."""
+        """Tokens per chunk outside the audit; `chunk_size` may be shorter for the probes."""
         return self.chunk_size
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every parameter and buffer, to see what a forward changes."""
+        """Returns every parameter and buffer by name, so that a probe can detect changes by a forward."""
         found = {"fast weight": self.fast_weight, "conv": self.conv, "proj": self.proj}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def is_fast(self, name: str) -> bool:
-        """Whether a tensor of `tensors` is the fast weight or a place for its state, and not a slow
-        weight."""
+        """Returns True if a tensor of `tensors` is the fast weight or holds its state."""
         return name == "fast weight"
 
     def inputs(self, n: int, generator: torch.Generator) -> Tensor:
-        """Inputs [n, input] whose keys are linearly independent (n ≤ h)."""
+        """Returns inputs [n, input] whose keys are linearly independent (n ≤ h)."""
         return torch.randn(n, self.input_size, generator=generator, dtype=torch.float64)
 
     def inputs_of(self, keys: Tensor) -> Tensor:
-        """Inputs [n, input] that have these keys [n, h]."""
+        """Returns inputs [n, input] that have these keys [n, h]."""
         raise NotChecked("the adapter does not find inputs for given keys")
 
     def targets(self, target: Tensor) -> Tensor:
-        """V [T, d] of the target source [T, d] of one document."""
+        """Returns V [T, d] of the target source [T, d] of one document."""
         raise NotChecked("the adapter does not show the targets")
 
     def train(self, mode: bool) -> None:
-        """Training or evaluation mode."""
+        """Sets training or evaluation mode."""
         raise NotChecked("the adapter does not switch between training and evaluation")
 
     def stream(self) -> Stream:
-        """A fresh sequence to be read in pieces."""
+        """Returns a new stream, to read a sequence in pieces."""
         raise NotChecked("the module takes whole sequences only, so there is no streaming to compare")
 
     @contextmanager
     def resized(self, chunk_size: int) -> Iterator[AuditedModule]:
-        """The same layer with another chunk size."""
+        """Yields the same layer with another chunk size."""
         raise NotChecked("the adapter does not change the chunk size")
         yield self
 
     @contextmanager
     def single_precision(self) -> Iterator[AuditedModule]:
-        """The same layer in float32, for what rounding does; the other probes run in the widest type it
-        has."""
+        """Yields the same layer in float32, to measure the effect of rounding.
+
+        The other probes run in the widest dtype that the layer has.
+        """
         raise NotChecked("the adapter has one precision only")
         yield self
 
     @contextmanager
     def deployed(self) -> Iterator[AuditedModule]:
-        """The same layer in the precision that it was given in."""
-        raise NotChecked("the adapter does not know what precision the layer is used in")
+        """Yields the same layer in the precision of the module that the adapter was given."""
+        raise NotChecked("the adapter does not report the precision in which the layer is used")
         yield self
 
     @contextmanager
     def bare(self) -> Iterator[None]:
-        """Within it W0 is zero, where writes beside it would be lost in the only precision that the module
-        has."""
+        """Sets W0 to zero inside the context, if rounding beside W0 would hide the writes.
+
+        That is so for a module with one, low precision. The default changes nothing.
+        """
         yield
 
     def ranks(self, x: Tensor, target: Tensor, parts: int) -> Tensor:
-        """Outputs as computed by `parts` ranks, each with an equal share of whole chunks."""
+        """Returns outputs [B, T, d] of `parts` ranks, each with an equal number of complete chunks."""
         raise NotChecked("the module has no way to spread a sequence over ranks")
 
     @contextmanager
     def unclipped(self) -> Iterator[None]:
-        """Within it the module's own clip of a delta is off, if that can be chosen."""
+        """Disables the module's own clip of a delta inside the context, if the module can do so."""
         yield
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Within it a run may change tensors, as a state kept in a parameter would; they are put back
-        afterwards."""
+        """Restores on exit every tensor that a run inside the context changed.
+
+        A module that keeps its state in a parameter makes such changes.
+        """
         before = {name: tensor.detach().clone() for name, tensor in self.tensors().items()}
         try:
             yield
@@ -192,10 +210,9 @@ class AuditedModule(ABC):
 
 
 class CopiedModule(AuditedModule):
-    """Common ground of adapters of modules in memory: a gated MLP of somebody else's, copied and widened to
-    float64.
+    """Base of the adapters of modules in memory: a third-party gated MLP, copied and widened to float64.
 
-    Those derived from it say how they are made in another precision: `_in(dtype)`.
+    Derived classes implement `_in(dtype)`, which builds the adapter in another precision.
     """
 
     def __init__(self, module: nn.Module, name: str | None, dtype: torch.dtype) -> None:
@@ -212,7 +229,7 @@ class CopiedModule(AuditedModule):
 
     @abstractmethod
     def _in(self, dtype: torch.dtype) -> AuditedModule:
-        """The given module anew, in another precision."""
+        """Returns a new adapter of the given module, in another precision."""
 
     def _part(self, name: str) -> Any:
         return getattr(self.module, name)
@@ -227,14 +244,20 @@ class CopiedModule(AuditedModule):
 
 
 class ReferenceMLP(CopiedModule):
-    """A module with the signature of the public reference code: `mlp(x, t)` on whole rows, without documents
-    or masks.
+    """A module with the signature of the public reference code: `mlp(x, t)` on whole rows.
 
-    mlp: has `gate_proj`, `up_proj`, `down_proj`, `act_fn`, and the target generator as `ttt_conv` (a
-        depthwise nn.Conv1d)
-    and `ttt_proj` (its weight [d, d] multiplied from the right as stored). chunk_size, eta: as its config
-    sets them.
-    stream: makes a fresh stream over the copied module that it is given, if the module can be read in pieces.
+    It takes neither documents nor masks.
+
+    Args:
+        mlp: a module with `gate_proj`, `up_proj`, `down_proj` and `act_fn`. Its target generator is
+            `ttt_conv` (a depthwise nn.Conv1d) and `ttt_proj` (weight [d, d], multiplied from the right as
+            stored).
+        chunk_size: tokens per chunk, as set in the module's config.
+        eta: η as set in the module's config, or None if unknown.
+        name: for the report; the class name by default.
+        stream: returns a new stream over the copied module that it receives; None if the module cannot read
+            in pieces.
+        dtype: dtype of the copy.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The audits: of one layer of somebody else's, of a converted model."""
+"""The two audits: of one third-party layer, and of a converted model."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ..layer.overrides import seeded
 from ..surgery import config_of, fast_weights, refuse_gradient_target
 from .adapters import AuditedModule
 from .blame import is_the_probes
+from .borrowing import borrowed, refuse_unreachable
 from .catalogue import METHOD
-from .converted import borrowed, refuse_unreachable
 from .item import Item, Probe, known
 from .outcome import NotChecked, Outcome
 from .probes.bench import Bench
@@ -25,7 +25,7 @@ from .report import Declaration, Report, Result
 from .whole_model import WholeModel
 
 Progress = Callable[[int, int, str], None]
-"""Called before each item: how many are done, of how many, and the item's title."""
+"""Called before each item with the number of items done, the number of all items, and the title."""
 
 
 def audit_module(
@@ -36,9 +36,20 @@ def audit_module(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Report:
-    """Audit one TTT layer of anybody's through its adapter.
+    """Audits one third-party TTT layer through its adapter.
 
-    Raises InPlaceTTTError, naming the item, when the module itself raises.
+    Args:
+        module: the adapter of the layer.
+        profile: "paper", "official" or "ttt_ntp", the reference to compare with.
+        declared: known deviations, each with its reason.
+        seed: of the probes' inputs.
+        progress: called before each item.
+
+    Returns:
+        The report, with one result per item of `METHOD`.
+
+    Raises:
+        InPlaceTTTError: if the module itself raises; the message names the item.
     """
     auditor = _Auditor(module.name, profile, declared, METHOD, progress)
     bench = _bench(module, seed)
@@ -63,15 +74,27 @@ def audit_model(
     progress: Progress | None = None,
     extra: Sequence[tuple[Item, Any]] = (),
 ) -> Report:
-    """Audit a converted model in memory. Its weights, modes and settings, and random generators, are the same
-    bits afterwards.
+    """Audits a converted model in memory and restores it.
 
-    tokenizer: to read real text; random ids without one. declared: deviations that are known and stood by.
-    seed: of the probes' inputs. extra: further items, as a recipe's, each with what its probe measures.
-    Raises InPlaceTTTError for a model that is not converted, or whose weights are not in this process.
+    Afterwards the weights, modes, settings and random generators have the same bits as before.
+
+    Args:
+        model: a model with TTT layers.
+        tokenizer: used to read real text; without one it is random ids.
+        profile: "paper", "official" or "ttt_ntp", the reference to compare with.
+        declared: known deviations, each with its reason.
+        seed: of the probes' inputs.
+        progress: called before each item.
+        extra: further items, such as those of a recipe, each with the object that its probe measures.
+
+    Returns:
+        The report, with one result per item of `METHOD` and `extra`.
+
+    Raises:
+        InPlaceTTTError: if the model is not converted, or its weights are not in this process.
     """
     refuse_gradient_target(model, "audited")
-    with seeded(model, seed):  # dropout in training mode draws
+    with seeded(model, seed):  # dropout in training mode draws random numbers
         return _audit_model(WholeModel(model, tokenizer, seed), profile, declared, progress, extra)
 
 
@@ -127,7 +150,7 @@ def _audit_model(
 
 
 class _Auditor:
-    """Decides items one by one; what they share."""
+    """Decides items one by one and collects their results."""
 
     def __init__(
         self,
@@ -148,14 +171,19 @@ class _Auditor:
         self.whys = {declaration.id: declaration.why for declaration in declared}
         if unknown := sorted(set(self.whys) - {item.id for item in items}):
             raise InPlaceTTTError(
-                f"a deviation {unknown[0]!r} is declared, which is no item of the audit; see docs/audit.md "
-                "for their ids."
+                f"the declared deviation {unknown[0]!r} is not the id of an item; docs/audit.md lists them."
             )
         if empty := [id for id, why in self.whys.items() if not str(why).strip()]:
-            raise InPlaceTTTError(f"the declared deviation {empty[0]!r} says no reason; give `why` one.")
+            raise InPlaceTTTError(f"the declared deviation {empty[0]!r} has an empty `why`; give a reason.")
 
     def decide(self, item: Item, probe: Probe, measured: Any) -> None:
-        """What the module has against it becomes one sentence."""
+        """Runs the item's probe on `measured` and stores the result.
+
+        A probe that cannot decide results in "not checked", with its reason in one sentence.
+
+        Raises:
+            InPlaceTTTError: if the module raises; the message names the item.
+        """
         if self.progress is not None:
             self.progress(len(self.results), len(self.items), item.title)
         try:
@@ -201,7 +229,7 @@ class _Auditor:
 
 
 def _failed(error: Exception) -> Outcome:
-    """A probe's own failure, which tells nothing about the module."""
+    """Returns "not checked" for a failure of the probe itself, which shows nothing about the module."""
     return Outcome(
         "not checked",
         f"the audit's own probe fails with {type(error).__name__}: {one_line(error, kind=False)}; report it",
@@ -213,7 +241,7 @@ def _quoted(ids: Sequence[str]) -> str:
 
 
 def _against_absence(outcome: Outcome) -> Outcome:
-    """Of what the public code does not have: having it goes beyond that code."""
+    """Returns the outcome for a feature that the public code lacks: having it goes beyond that code."""
     verdict = {"conforms": "extension", "deviates": "conforms", "unspecified": "conforms"}.get(
         outcome.verdict, outcome.verdict
     )
@@ -221,7 +249,11 @@ def _against_absence(outcome: Outcome) -> Outcome:
 
 
 def _bench(module: AuditedModule, seed: int) -> Bench:
-    """The bench, with one plain forward before it: a module that does not run is refused here."""
+    """Returns the bench of a module after one plain forward of random inputs.
+
+    Raises:
+        InPlaceTTTError: if that forward raises, or its outputs have a wrong shape or are not finite.
+    """
     tokens = 2 * module.chunk_size + 1
     generator = torch.Generator().manual_seed(seed)
     x = module.inputs(min(tokens, module.h), generator)
@@ -261,22 +293,33 @@ def _refusing(reason: str) -> Probe:
 
 
 def _on_layer(item: Item) -> Probe:
-    """The item's probe of one layer: without the module's clip unless the item is about it, and where there
-    are writes to measure."""
+    """Returns the item's probe of one layer.
+
+    The module's clip is off, but for items about it. Items that are not `silent` are not checked if nothing
+    is written.
+    """
 
     def probe(bench: Bench, expected: Any) -> Outcome:
         if item.probe is None:
             raise NotChecked("it takes a whole converted model to see")
         with nullcontext() if item.own_clip else bench.module.unclipped():
             if not (item.own_clip or item.silent):
-                bench.unit  # noqa: B018 - refuses where nothing is written
+                bench.unit  # noqa: B018 - raises NotChecked if nothing is written
             return item.probe(bench, expected)
 
     return probe
 
 
 def as_declarations(values: Iterable[Any], where: str) -> tuple[Declaration, ...]:
-    """Declarations from the plain values of a checkpoint's or recipe's list."""
+    """Returns the declarations in a checkpoint's or recipe's list of plain values.
+
+    Args:
+        values: mappings with `id` and `why`, or objects with these attributes.
+        where: the name of the list, for the message.
+
+    Raises:
+        InPlaceTTTError: if a value has another form.
+    """
     found = []
     for value in values:
         if isinstance(value, Mapping) and set(value) == {"id", "why"}:

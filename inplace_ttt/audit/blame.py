@@ -1,4 +1,4 @@
-"""Tell an exception of the model from one of the probe itself."""
+"""Separates exceptions of the model from exceptions of the probe itself."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _AUDIT = __name__.rpartition(".")[0] + "."
 
 
 def is_the_probes(error: BaseException) -> bool:
-    """True where the audit's own code raised it, and no module that it called.
+    """Returns True if the audit's own code raised the error, and no module that it called.
 
-    The frames are looked at from the inside out; those of torch itself are nobody's.
+    The frames are searched from the innermost outwards. Frames of torch itself are skipped.
     """
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
         name = frame.f_globals.get("__name__", "")

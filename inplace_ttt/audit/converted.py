@@ -1,96 +1,36 @@
-"""The layers of a converted model as the probes see them: driven through the model's own hooks, without the
-rest of it.
-
-While a layer is borrowed, its chunks are short, its parameters are wide copies, its target generator is the
-probe's, and all its writes count alike: a gate of writes is held against its declaration where whole models
-read. Everything is put back as the same objects with the same bits.
-"""
+"""A TTT layer of a converted model, driven through the model's own hooks without the rest of the model."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DynamicCache
 
 from ..errors import InPlaceTTTError
-from ..families import CACHE, Decoder, features, locate
+from ..families import CACHE, Decoder, features
 from ..layer.cache import attach, streams
-from ..layer.fast_linear import FastWeight, plain_class
-from ..layer.hooks import sharing, switching
-from ..layer.overrides import overriding, with_config
+from ..layer.fast_linear import plain_class
+from ..layer.overrides import with_config
 from ..layer.quantised import readable_parameters
 from ..layer.stream import FastWeightStream
 from ..layout import ChunkLayout
 from ..ops import fast_weight as op
 from ..ops import form_of, state_dtype
-from ..surgery import causal_lm, fast_weights
+from ..surgery import fast_weights
 from .adapters import AuditedModule, Stream
 from .law import key_size
 from .outcome import NotChecked
 
 
-def probe_chunk(kernel: int) -> int:
-    """A short chunk with a middle that no padding of the convolution reaches, and room for pieces of it."""
-    return max(8, 2 * (kernel - 1) + 4)
-
-
-@contextmanager
-def borrowed(
-    model: nn.Module, index: int, chunk_size: int | None = None, dtype: torch.dtype = torch.float64
-) -> Iterator[ConvertedLayer]:
-    """The TTT layer `index` as an `AuditedModule`, with chunks of `chunk_size` (those that suit its kernel,
-    without one).
-
-    dtype: what it computes in; a quantised layer stays in its own.
-    """
-    lm = causal_lm(model)
-    layer = fast_weights(lm)[index]
-    own = layer.fast.config.chunk_size
-    size = chunk_size or probe_chunk(layer.fast.config.kernel_size)
-    base = locate(lm).base
-    with ExitStack() as stack:
-        # in training, ranks that share a sequence are looked for
-        stack.enter_context(overriding([base], training=False))
-        plain = len(list(readable_parameters(layer))) == len(list(layer.parameters()))
-        stack.enter_context(_restored(layer))
-        stack.enter_context(with_config([layer], chunk_size=size))
-        if plain:
-            for parameter in layer.parameters():
-                parameter.data = parameter.data.to(dtype, copy=True)
-        else:
-            for parameter in layer.ttt.parameters():
-                parameter.data = parameter.data.clone()
-        if layer.ttt.gate is not None:
-            layer.ttt.gate.data.zero_()
-        yield ConvertedLayer(lm, locate(lm), index, dtype if plain else lm.dtype, own)
-
-
-@contextmanager
-def _restored(layer: FastWeight) -> Iterator[None]:
-    """The layer's parameters, config and modes afterwards as before."""
-    data = [(p, p.data) for _, p in readable_parameters(layer)]
-    with (
-        overriding(layer.modules(), training=False),
-        overriding([layer.fast], observer=None, config=layer.fast.config),
-        sharing([layer.hooks.model], None),
-        switching([layer.hooks.model], enabled=True),
-    ):
-        try:
-            yield
-        finally:
-            for parameter, tensor in data:
-                parameter.data = tensor
-
-
 class ConvertedLayer(AuditedModule):
-    """A borrowed TTT layer. Its inputs are Z: what comes before the down-projection is not driven.
+    """A borrowed TTT layer. Its inputs are Z: nothing before the down-projection runs.
 
-    Where the layer normalizes the target's source, what the probes give is the normalized one.
+    If the layer normalizes the target's source, the probes pass the normalized source.
     """
 
     def __init__(self, lm: Any, decoder: Decoder, index: int, dtype: torch.dtype, own_chunk: int) -> None:
@@ -125,8 +65,11 @@ class ConvertedLayer(AuditedModule):
         return self._forward(x, target, **kwargs)
 
     def _forward(self, z: Tensor, target: Tensor, cache: Any = None, **kwargs: Any) -> Tensor:
-        """One forward as the model's hooks see it; the source stands at both places that it may be taken
-        from."""
+        """Runs one forward through the model's hooks.
+
+        The source is passed at both places from which a layer may take it: the embeddings and the MLP's
+        input.
+        """
         z, target = z.to(self.device, self.dtype), self._source(target)
         layer, model, parts = self.layer.hooks, self.layer.hooks.model, self.decoder.layers[self.index]
         opened = model.open(self.decoder.base, (), {**kwargs, CACHE: cache})
@@ -140,12 +83,12 @@ class ConvertedLayer(AuditedModule):
             model.close(self.decoder.base, (), None)
 
     def _source(self, target: Tensor) -> Tensor:
-        """The source that the layer normalizes to `target`."""
+        """Returns the source that the layer normalizes to `target`."""
         target, mean, gain = target.to(self.device, self.dtype), self.layer.ttt.mean, self.layer.ttt.gain
         return target if mean is None or gain is None else target / gain.to(self.dtype) + mean.to(self.dtype)
 
     def keys(self, x: Tensor) -> Tensor:
-        """K = A (Z - ‖Z‖ c) from the layer's tensors, not by its code."""
+        """Returns K = A (Z - ‖Z‖ c), from the layer's tensors and not by its code."""
         x, whitened = x.to(self.device, self.dtype), self.layer.ttt.keys
         if whitened is None:
             return x
@@ -157,9 +100,9 @@ class ConvertedLayer(AuditedModule):
         return x.to(self.device, self.dtype)
 
     def inputs(self, n: int, generator: torch.Generator) -> Tensor:
-        """Inputs [n, input] with orthonormal keys; of more than h, keys with KᵀK a multiple of 1.
+        """Returns inputs [n, input] with orthonormal keys; for n > h, keys with KᵀK a multiple of 1.
 
-        Of least squares, the size of keys is such that λ weighs about as much as what they write.
+        Under least squares the keys are scaled so that λ weighs about as much as their writes.
         """
         draw = torch.randn(max(n, self.h), min(n, self.h), generator=generator, dtype=torch.float64)
         columns = torch.linalg.qr(draw)[0]
@@ -167,7 +110,7 @@ class ConvertedLayer(AuditedModule):
         return self.inputs_of(key_size(self.ridge) * keys)
 
     def inputs_of(self, keys: Tensor) -> Tensor:
-        """Without whitening the keys themselves, else the shortest Z."""
+        """Returns the keys themselves without whitening, and otherwise the shortest Z with these keys."""
         whitened = self.layer.ttt.keys
         if whitened is None:
             return keys.contiguous()
@@ -190,7 +133,7 @@ class ConvertedLayer(AuditedModule):
         matrix = self.layer.matrix()
         if matrix is None:
             raise NotChecked(
-                f"the weight is quantised or wrapped ({type(self.layer).__name__}) and cannot be read as "
+                f"the weight is quantized or wrapped ({type(self.layer).__name__}) and cannot be read as "
                 "one matrix"
             )
         return matrix
@@ -246,8 +189,10 @@ class ConvertedLayer(AuditedModule):
         )
 
     def ranks(self, x: Tensor, target: Tensor, parts: int) -> Tensor:
-        """The parts of `ops.scan` in one process: each rank's sum of writes, the sums that it starts from,
-        its own reads."""
+        """Computes the steps of `ops.scan` in one process.
+
+        The steps are each rank's sum of writes, the sums that it starts from, and its own reads.
+        """
         z, target = x.to(self.device, self.dtype), self._source(target)
         rule = self.layer.fast.config.rule
         given: dict[str, Any] = {"clip": self.layer.tau(), "rule": rule, "gate": None}
@@ -292,7 +237,7 @@ class ConvertedLayer(AuditedModule):
 
 
 class ConvertedStream:
-    """One sequence on a fresh cache."""
+    """One sequence on a new cache."""
 
     def __init__(self, module: ConvertedLayer) -> None:
         self.module = module
@@ -322,7 +267,7 @@ class ConvertedStream:
             raise NotChecked(f"tokens are refused to be taken back: {refusal}") from refusal
 
     def saved(self) -> ConvertedStream:
-        """By the tensors of a session file, without the file."""
+        """Returns a stream restored from the tensors of a session file, without the file."""
         other, config = ConvertedStream(self.module), self.module.layer.fast.config
         if self._stream is not None:
             tensors = {name: tensor.clone() for name, tensor in self._stream.tensors().items()}
@@ -330,36 +275,3 @@ class ConvertedStream:
                 other.cache, self.module.index, FastWeightStream.restore(tensors, config, self.module.dtype)
             )
         return other
-
-
-@contextmanager
-def small_chunks(model: nn.Module, chunk_size: int, seed: int | None) -> Iterator[None]:
-    """The whole model in evaluation mode with short chunks and no clip, its sessions writing them; as before
-    afterwards.
-
-    seed: of a random conv, P and gate of writes; None leaves the model's own.
-    """
-    layers = fast_weights(causal_lm(model))
-    generator = torch.Generator().manual_seed(seed or 0)
-    with ExitStack() as stack:
-        stack.enter_context(overriding(model.modules(), training=False))
-        for layer in layers.values():
-            stack.enter_context(_restored(layer))
-            stack.enter_context(with_config([layer], chunk_size=chunk_size, clip=None, prompt_write=None))
-            if seed is None:
-                continue
-            small = 0.1 / len(layer.ttt.proj) ** 0.5
-            for parameter, size in ((layer.ttt.conv, 0.1), (layer.ttt.proj, small), (layer.ttt.gate, 1.0)):
-                if parameter is not None:
-                    parameter.data = (size * torch.randn(parameter.shape, generator=generator)).to(parameter)
-        yield
-
-
-def refuse_unreachable(model: nn.Module) -> None:
-    """Refuse a model whose weights are not here: on the meta device, or spread over ranks."""
-    for name, parameter in model.named_parameters():
-        if parameter.device.type == "meta" or parameter.numel() == 0:
-            raise InPlaceTTTError(
-                f"{name} has no weights here (offloaded or partitioned); audit the model before it is "
-                "spread out."
-            )

@@ -1,9 +1,10 @@
-"""What a TTT layer of a converted model declares that it computes, from the definition: the yardstick of
-whole readings.
+"""The declared rule of a TTT layer: the reads that its settings and tensors define, from the definition.
 
-One document at a time, chunk by chunk, in float64, by the model's config and the layer's tensors; keys and
-targets are rounded as the layer's dtype rounds them. Nothing of the package's own layout, target generator,
-op or stream takes part, so that a fault in them is no fault here.
+It is the reference for readings by a whole model. It reads one document at a time, chunk by chunk, in
+float64. Its input is the model's config and the layer's tensors. Keys and targets are rounded as the layer's
+dtype rounds them.
+
+It uses none of the package's layout, target generator, op or stream, so that it does not share their faults.
 """
 
 from __future__ import annotations
@@ -22,10 +23,14 @@ from ..ops import state_dtype
 
 @dataclass(frozen=True)
 class DeclaredRule:
-    """A layer's rule in one mode. tensors: float64, those that the rule depends on, by name; a gradient flows
-    into them.
+    """A layer's rule in training or in evaluation.
 
-    tau: the bound on a chunk's delta that is declared for this mode. dtype: the layer's own.
+    Attributes:
+        config: the settings of the model.
+        eta: η of this layer.
+        tau: the bound on the norm of a chunk's delta that is declared for this mode, or None.
+        dtype: the layer's own dtype.
+        tensors: the tensors that define the rule, by name, in float64. Gradients flow into them.
     """
 
     config: InPlaceTTTConfig
@@ -36,6 +41,14 @@ class DeclaredRule:
 
     @classmethod
     def of(cls, layer: FastWeight, config: InPlaceTTTConfig, eta: float, training: bool) -> DeclaredRule:
+        """Returns the rule of a layer.
+
+        Args:
+            layer: a TTT layer.
+            config: the settings of the model.
+            eta: η of this layer.
+            training: True for the rule in training mode, where a clip may be off.
+        """
         w0, whitened, target = layer.matrix(), layer.ttt.keys, layer.ttt
         found: dict[str, Tensor | None] = {
             "conv": target.conv,
@@ -57,7 +70,7 @@ class DeclaredRule:
         return cls(config, eta, tau, target.proj.dtype, tensors)
 
     def targets(self, x: Tensor) -> Tensor:
-        """V [n, d] of one chunk of target source [n, d]."""
+        """Returns V [n, d] of one chunk of target source [n, d]."""
         x = self.normalize_targets(x)
         if self.config.conv == "next":
             return self._rounded(torch.cat([x[1:], torch.zeros_like(x[:1])]) @ self.tensors["proj"])
@@ -69,18 +82,18 @@ class DeclaredRule:
         return self._rounded(mixed @ self.tensors["proj"])
 
     def normalize_targets(self, x: Tensor) -> Tensor:
-        """The target source [n, d] as the layer takes it."""
+        """Returns the target source [n, d] after the normalization that the layer declares, if any."""
         return (x - self.tensors["mean"]) * self.tensors["gain"] if "mean" in self.tensors else x
 
     def keys(self, z: Tensor) -> Tensor:
-        """K [n, r] of the down-projection's input [n, h]."""
+        """Returns K [n, r] of the down-projection's input [n, h]."""
         if "directions" not in self.tensors:
             return z
         centred = self._rounded(z - self._rounded(z.norm(dim=-1, keepdim=True)) * self.tensors["centre"])
         return self._rounded(centred @ self.tensors["directions"].T)
 
     def counted(self, k: Tensor) -> Tensor:
-        """Keys [n, r], each as often as its write counts."""
+        """Returns the keys [n, r], each multiplied by its gate of writes (0 to 2)."""
         if "gate" not in self.tensors:
             return k
         gate = self.tensors["gate"]
@@ -90,13 +103,16 @@ class DeclaredRule:
         return x.to(self.dtype).double()
 
     def reads(self, z: Tensor, x: Tensor, writes: Tensor) -> Tensor:
-        """What the tokens of one document read beyond W0 [T, d]: z [T, h] and target source x [T, d],
-        float64.
+        """Returns the reads [T, d] of one document in addition to W0's product, in float64.
 
-        writes: bool [T], the tokens that fill chunks; others read the state as it is then.
+        Args:
+            z: down-projection input [T, h], float64.
+            x: target source [T, d], float64.
+            writes: bool [T], True for the tokens that fill chunks. The others read the state at their
+                position.
         """
         keys, size = self.keys(z), self.config.chunk_size
-        number = torch.cumsum(writes, 0) - writes.long()  # tokens written before each
+        number = torch.cumsum(writes, 0) - writes.long()  # number of written tokens before each token
         chunk = torch.div(number, size, rounding_mode="floor")
         written = writes.nonzero().flatten()
         total = gram = None
@@ -111,8 +127,10 @@ class DeclaredRule:
         return self.eta * torch.cat(parts)
 
     def state(self, z: Tensor, x: Tensor) -> Tensor:
-        """What is written of whole chunks of a document: the sum [d, r], and of least squares KᵀK below it,
-        [d + r, r]."""
+        """Returns the state after the complete chunks of a document.
+
+        It is the sum [d, r]. Under least squares KᵀK follows below it: [d + r, r].
+        """
         total = gram = None
         for k, source in zip(
             self.keys(z).split(self.config.chunk_size), x.split(self.config.chunk_size), strict=True
@@ -122,7 +140,7 @@ class DeclaredRule:
         return total if gram is None else torch.cat([total, gram])
 
     def _after(self, total: Any, gram: Any, k: Tensor, v: Tensor) -> tuple[Tensor, Any]:
-        """The sum [d, r] and, only where least squares read it, KᵀK [r, r] after one more chunk."""
+        """Returns the sum [d, r] after one more chunk, and KᵀK [r, r], or None if least squares is off."""
         written = self.counted(k)
         delta = v.T @ written
         factor = self._factor(delta)
@@ -133,7 +151,7 @@ class DeclaredRule:
         return delta if total is None else total + delta, gram
 
     def _factor(self, delta: Tensor) -> float | Tensor:
-        """What a chunk's delta [d, r] is multiplied by before it is written."""
+        """Returns the factor on a chunk's delta [d, r], from the clip or the write norm."""
         if self.config.write_norm is not None:
             return 1 / _spectral_norm(delta)
         if self.tau is None:
@@ -142,7 +160,7 @@ class DeclaredRule:
         return 1.0 if float(norm.detach()) <= self.tau else self.tau / norm
 
     def _read(self, k: Tensor, total: Tensor, gram: Any) -> Tensor:
-        """What keys [n, r] read [n, d], η left out."""
+        """Returns the reads [n, d] of keys [n, r], without η."""
         if self.config.ridge is not None:
             ridge = self.config.ridge + 8 * torch.finfo(state_dtype(self.dtype)).eps * float(
                 gram.detach().trace()
@@ -156,7 +174,7 @@ class DeclaredRule:
 
 
 def _spectral_norm(delta: Tensor) -> Tensor:
-    """As TTT-NTP finds it: five power steps from the mean row."""
+    """Returns the norm as TTT-NTP's code estimates it: five power steps from the mean row."""
     right = normalize(delta.mean(0), dim=0)
     for _ in range(5):
         left = normalize(delta @ right, dim=0)

@@ -1,4 +1,4 @@
-"""What an item of the audit is."""
+"""An item of the audit: one requirement, with its place in the paper and the probe that measures it."""
 
 from __future__ import annotations
 
@@ -11,32 +11,42 @@ from .outcome import Outcome
 
 Profile = Literal["paper", "official", "ttt_ntp"]
 PROFILES: dict[Profile, str] = {
-    "paper": "what the paper says",
-    "official": "what the authors' public code does",
-    "ttt_ntp": "what the public code of TTT-NTP does, by its recipe for Llama-3.1-8B",
+    "paper": "the paper",
+    "official": "the authors' public code",
+    "ttt_ntp": "the public code of TTT-NTP, by its recipe for Llama-3.1-8B",
 }
 
 Probe = Callable[[Any, Any], Outcome]
-"""Measures an item: on a `Bench` (one layer), a `WholeModel` or a training `Run`; the second argument is what
-it compares with."""
+"""Measures an item on its first argument: a `Bench` (one layer), a `WholeModel` or a training `Run`.
+
+The second argument is the expected value.
+"""
 
 
 @dataclass(frozen=True)
 class Item:
-    """One thing that an implementation can get right or wrong.
+    """One requirement that an implementation can meet or miss.
 
-    id, title: how reports name it. paper_ref: where the paper says it. paper: what it says.
-    sure: "high", read in the text; "medium", our reading of an ambiguous passage; "low", inferred.
-    public_code: what the authors' code does. why: why it matters. remedy: what to do about a deviation.
-    probe: the function that decides it. on_model: the one for a whole converted model, where that sees more.
-    expected: by profile, what the probe compares with. absent: the public code does not have it, so that
-        having it is an
-    extension under the profile `official`. own_clip: it is about the module's own clip, which is off for the
-    other items.
-    silent: it is decided on a module that writes nothing, too. named_by: ids of items that may say what is
-        wrong where this one only
-    sees that something is; it is not checked where one of them deviates. by_settings: for a model whose layer
-    the probes cannot drive, what its settings say; that it does as they say is `declared-rule`'s.
+    Attributes:
+        id: name in reports and declarations.
+        title: one line for reports.
+        paper_ref: section, equation, table or algorithm line of the paper.
+        paper: the requirement, as the paper has it.
+        sure: "high" if read in the text, "medium" for our reading of an ambiguous passage, "low" if inferred.
+        public_code: the behavior of the authors' code.
+        why: the damage that a deviation does.
+        remedy: the fix for a deviation.
+        probe: decides the item on one layer, or on a training run; None if only a whole model can show it.
+        on_model: decides the item on a whole converted model, where that shows more than one layer does.
+        expected: the value that the probe compares with, by profile.
+        absent: the public code lacks the feature. Under the profile `official` the feature is then an
+            extension.
+        own_clip: the item measures the module's own clip, which is off while the other items are measured.
+        silent: the item is decided even on a module that writes nothing.
+        named_by: ids of items that can name the fault which this item only detects. A deviation of this item
+            counts as "not checked" if one of them deviates.
+        by_settings: decides the item from the settings of a model whose layer the probes cannot drive.
+            `declared-rule` measures that the model follows its settings.
     """
 
     id: str
@@ -57,7 +67,7 @@ class Item:
     by_settings: Probe | None = None
 
     def expects(self, profile: Profile) -> str:
-        """What is held against a module, in words."""
+        """Returns the expected behavior under this profile, in words for the report."""
         if profile == "ttt_ntp":
             return (
                 f"TTT-NTP's public code: {self.expected[profile]}."
@@ -68,7 +78,7 @@ class Item:
 
 
 def known(profile: str) -> Profile:
-    """The profile of that name."""
+    """Returns the profile of that name; raises InPlaceTTTError if it does not exist."""
     for name in PROFILES:
         if name == profile:
             return name

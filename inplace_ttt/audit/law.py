@@ -1,5 +1,4 @@
-"""What least squares should read, straight from its definition: the yardstick of the probes where a module
-declares it."""
+"""The least-squares reads computed from their definition, as the reference for modules that declare it."""
 
 from __future__ import annotations
 
@@ -8,16 +7,24 @@ from torch import Tensor
 
 
 def key_size(ridge: float | None) -> float:
-    """Norm of the probes' keys: 1, or of least squares about √λ, so that neither λ nor what keys write hides
-    the other."""
+    """Returns the norm of the probes' keys: 1, or about √λ under least squares.
+
+    With keys of about √λ, λ and the writes weigh alike in a read, so that neither hides the other.
+    """
     return 1.0 if ridge is None else max(ridge**0.5, 0.01)
 
 
 def least_squares_reads(keys: Tensor, values: Tensor, chunk: int, ridge: float) -> Tensor:
-    """K_i M_iᵀ [T, d] with M_i the minimum of Σ ‖V_j - K_j Mᵀ‖² + λ‖M‖² over all chunks j < i; keys [T, h],
-    values [T, d].
+    """Returns the reads K_i M_iᵀ [T, d], in the dtype of `values`.
 
-    M is solved for as a stack of rows, K above √λ, in coordinates of the keys' span, where it lies.
+    M_i minimizes Σ ‖V_j - K_j Mᵀ‖² + λ‖M‖² over all chunks j < i. It solves the stacked rows K and √λ I by
+    `lstsq`, in coordinates of the keys' span, which contains M.
+
+    Args:
+        keys: K [T, h], floating point.
+        values: V [T, d], the targets.
+        chunk: tokens per chunk.
+        ridge: λ.
     """
     out = torch.zeros_like(values)
     for start in range(chunk, len(keys), chunk):

@@ -1,5 +1,7 @@
-"""How far a whole reading may be from what its settings declare, by the dtype that it computes in. Decided
-here and nowhere else."""
+"""The largest error of a whole reading against its declared rule, per dtype of the computation.
+
+All such limits are set in this file.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +12,22 @@ import torch
 from ..config import InPlaceTTTConfig
 
 BIAS = 8
-"""How often more a bias counts than scatter: rounding scatters, and a wrong factor does not."""
+"""Factor by which a bias counts more than scatter: rounding scatters, and a wrong factor does not."""
 
 _BY_A_SOLVE = 3
-"""How much more half precision may take where rounded keys are whitened or go through a solve."""
+"""Factor on the limits of half precision where rounded keys are whitened or go through a solve."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Largest errors. outputs: of what a token reads, and small_model: in the small model of the audit, whose
-    numbers are always alike.
+    """Largest relative errors for one dtype.
 
-    state: of what many chunks have written there. gradient: of a tensor's gradient. start: of logits before
-        anything is written.
+    Attributes:
+        outputs: reads of a token.
+        small_model: reads of a token in the audit's own small model, whose numbers hardly vary.
+        state: the state after many chunks.
+        gradient: the gradient of one tensor.
+        start: the logits before anything is written.
     """
 
     outputs: float
@@ -38,8 +43,11 @@ LIMITS: dict[torch.dtype, Limits] = {
     torch.bfloat16: Limits(0.04, 0.025, 0.006, 0.05, 0.04),
     torch.float16: Limits(0.005, 0.003, 0.001, 0.03, 0.005),
 }
-"""Half precision rounds outputs, beside which a read is about half as large: ten roundings, where sound
-models show two to seven."""
+"""Limits by dtype.
+
+Half precision rounds the outputs, and a read is about half as large as an output. The limits allow ten such
+roundings; sound models show two to seven.
+"""
 
 
 def limits(dtype: torch.dtype) -> Limits:
@@ -47,7 +55,7 @@ def limits(dtype: torch.dtype) -> Limits:
 
 
 def room(dtype: torch.dtype, config: InPlaceTTTConfig) -> float:
-    """How often more than `limits` a short reading of a small model may be off in half precision."""
+    """Returns the factor on `limits` for a short reading of a small model in half precision."""
     return (
         _BY_A_SOLVE
         if torch.finfo(dtype).bits < 32 and (config.ridge is not None or config.whitening is not None)

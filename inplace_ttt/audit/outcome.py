@@ -1,4 +1,4 @@
-"""What a probe gives back: a verdict and the numbers behind it."""
+"""The result of a probe: a verdict and the numbers behind it."""
 
 from __future__ import annotations
 
@@ -8,26 +8,31 @@ from typing import Any, Literal
 Verdict = Literal["conforms", "deviates", "extension", "unspecified", "not checked"]
 
 VERDICTS: dict[Verdict, str] = {
-    "deviates": "measured to differ from what the paper says",
-    "extension": "goes beyond the paper by a setting, and does what the setting says",
-    "unspecified": "the paper does not say; the choice made is named",
+    "deviates": "measured to differ from the paper",
+    "extension": "goes beyond the paper by a setting, and follows that setting",
+    "unspecified": "not stated in the paper; the choice made is named",
     "not checked": "could not be measured here, for the reason given",
     "conforms": "measured to agree with the paper",
 }
 
 TOLERANCE = 0.01
-"""Of the size of one write: faults of the rule are of the order of a write, rounding is far below this."""
+"""Share of one write that is tolerated. A fault is about as large as a write; rounding is far smaller."""
 
 
 class NotChecked(Exception):
-    """Why a probe cannot decide on this module."""
+    """Raised by a probe that cannot decide on this module; its text is the reason."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A verdict with what was seen, the numbers behind it, and how far off they may be.
+    """A verdict with its numbers.
 
-    chart: data of a picture for the report, with its `kind` (see reports/charts.py), or nothing.
+    Attributes:
+        verdict: one of `VERDICTS`.
+        found: the observation, as a clause for the report.
+        numbers: the measured values by name.
+        tolerance: the largest error that passes, 0 for exact, None if no tolerance applies.
+        chart: data of a chart for the report, with its `kind` (see reports/charts.py), or None.
     """
 
     verdict: Verdict
@@ -44,5 +49,5 @@ def judged(
     tolerance: float | None = None,
     chart: dict[str, Any] | None = None,
 ) -> Outcome:
-    """The outcome where the paper does say."""
+    """Returns "conforms" or "deviates", for an item that the paper defines."""
     return Outcome("conforms" if holds else "deviates", found, numbers, tolerance, chart)

@@ -1,5 +1,4 @@
-"""A converted model as the readings run it: with short chunks, writes that show, and what each of its layers
-declares."""
+"""A converted model prepared for the readings, and its deviation from the rule that each layer declares."""
 
 from __future__ import annotations
 
@@ -21,22 +20,25 @@ from ..families import locate
 from ..layer.fast_linear import FastWeight
 from ..layer.overrides import with_config
 from ..surgery import config_of, fast_weights
-from .converted import probe_chunk, small_chunks
+from .borrowing import probe_chunk, small_chunks
 from .declared_rule import DeclaredRule
 from .limits import limits, room
-from .recording import STRENGTH, Document, Recording, base_output, deviation, recording
+from .recorded_errors import STRENGTH, base_output, deviation
+from .recording import Document, Recording, recording
 
 Documents = Sequence[Document]
 Reading = tuple[str, Recording, Documents]
 Scene = Callable[["Probed"], Iterator[Reading]]
-"""Runs a model; for each way of reading its name, what the layers saw, and the documents in it."""
+"""Runs a model and yields readings.
+
+A reading is its name, the recording of the layers, and the documents in it.
+"""
 
 
 class Probed:
-    """A converted model with short chunks, writes that show, and a clip that acts on half of them where there
-    is one.
+    """A converted model with short chunks, writes of visible size, and a clip that acts on half of them.
 
-    training: whether rules are asked for as training has them.
+    Without a declared clip there is none. With `training`, the declared rules are those of training mode.
     """
 
     def __init__(self, lm: Any, config: InPlaceTTTConfig, seed: int, training: bool = False) -> None:
@@ -47,8 +49,13 @@ class Probed:
     @classmethod
     @contextmanager
     def of(cls, lm: Any, seed: int, strength: float = STRENGTH) -> Iterator[Probed]:
-        """The model as probed; as before afterwards. strength: of what tokens read, over what W0 gives
-        them."""
+        """Yields the prepared model, and restores it on exit.
+
+        Args:
+            lm: a converted model.
+            seed: of the token ids and the target generator.
+            strength: norm of the reads over the norm of W0's outputs.
+        """
         declared = config_of(lm)
         chunk = probe_chunk(declared.kernel_size)
         with small_chunks(lm, chunk, seed), torch.no_grad():
@@ -67,7 +74,7 @@ class Probed:
                 yield cls(lm, dataclasses.replace(probed.config, clip=clip), seed)
 
     def with_larger_chunks(self) -> AbstractContextManager[Probed]:
-        """The same with chunks of another, odd, length."""
+        """Returns a context with the same model and larger chunks of an odd length."""
         return self.with_chunks_of(2 * self.chunk + 5)
 
     @contextmanager
@@ -78,8 +85,10 @@ class Probed:
             )
 
     def _strengthen(self, record: Recording, strength: float, relative: bool) -> list[float]:
-        """Scale each layer's P, so that what is read shows; norms of chunks' deltas after that, or these over
-        ‖W0‖."""
+        """Scales each layer's P so that reads have a visible size, and returns norms of the chunks' deltas.
+
+        With `relative`, the norms are divided by ‖W0‖.
+        """
         norms = []
         for index, layer in self.layers.items():
             z, source, _, writes = record.of(index, record.whole()[0])
@@ -95,7 +104,7 @@ class Probed:
         return norms
 
     def rule(self, index: int) -> DeclaredRule:
-        """What a layer declares."""
+        """Returns the declared rule of a layer."""
         return self._rule_of(self.layers[index], index, self.config)
 
     def _rule_of(self, layer: FastWeight, index: int, config: InPlaceTTTConfig) -> DeclaredRule:
@@ -125,12 +134,15 @@ class Probed:
 
     @property
     def takes_documents(self) -> bool:
-        """Whether the model is told by position_ids where documents begin; others read a row as one."""
+        """True if the model accepts position_ids, which mark where documents begin.
+
+        Other models read a row as one document.
+        """
         return "position_ids" in inspect.signature(locate(self.lm).base.forward).parameters
 
     @cached_property
     def takes_padding(self) -> bool:
-        """Whether padded rows are read; behind an attention window they are refused."""
+        """True if the model accepts padded rows; models with an attention window refuse them."""
         try:
             self.read(
                 self.ids(2, 2), attention_mask=torch.tensor([[0, 1], [1, 1]], device=self.ids(1, 1).device)
@@ -143,12 +155,15 @@ class Probed:
         return DynamicCache(config=self.lm.config.get_text_config())
 
     def deviations(self, scene: Scene) -> dict[str, dict[int, float]]:
-        """By way of reading and layer."""
+        """Returns the errors of each reading by its name, then by layer."""
         return {name: self.errors(record, documents) for name, record, documents in scene(self)}
 
     def errors(self, record: Recording, documents: Documents) -> dict[int, float]:
-        """By layer, how far its outputs are from what it declares; under autocast, as far as its limit is to
-        the model's."""
+        """Returns by layer the error of its outputs against the declared rule.
+
+        Under autocast the error is scaled by the ratio of the two dtypes' limits, so that the model's own
+        limit applies.
+        """
         own = self.lm.dtype
         wider = (
             1.0

@@ -1,5 +1,7 @@
-"""What a prompt writes at its end (`prompt_write`), held against the ridge regression that is declared;
-worked out anew in float64."""
+"""The write at a prompt's end (`prompt_write`), compared with the ridge regression that is declared.
+
+The regression is computed anew in float64.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,20 @@ from ..layer.overrides import with_config
 from ..session.session import Session
 from .declared_rule import DeclaredRule
 from .probed import Probed
-from .recording import Piece, base_output, recording
+from .recorded_errors import base_output
+from .recording import Piece, recording
 
 
 def prompt_deviations(lm: Any, settings: PromptWrite, seed: int) -> dict[str, dict[int, float]]:
-    """By way of writing and layer, how far what follows the prompts of two rows is from what is declared,
-    over what it reads of them.
+    """Returns the error of the reads after two written prompts, relative to their size, by reading and layer.
 
-    The window is shorter than the prompt; once η decides how much is written, once the cap.
+    The window is shorter than the prompt. In one reading η limits the size of the write, in the other the cap
+    does.
+
+    Args:
+        lm: a converted model.
+        settings: its `prompt_write`.
+        seed: of the token ids.
     """
     found: dict[str, dict[int, float]] = {}
     with Probed.of(lm, seed) as probed:
@@ -50,8 +58,7 @@ def prompt_deviations(lm: Any, settings: PromptWrite, seed: int) -> dict[str, di
 
 
 def _change(z: Tensor, x: Tensor, rule: DeclaredRule, settings: PromptWrite) -> Tensor:
-    """What is read in W0's place, less W0 [d, h], after a prompt with keys z [n, h] and target source x [n,
-    d]."""
+    """Returns the declared change of W0 [d, h] after a prompt with keys z [n, h], target source x [n, d]."""
     w0, x = rule.tensors["w0"], rule.normalize_targets(x)
     k, v = z[:-1][-settings.window :], (x[1:] @ rule.tensors["proj"])[-settings.window :]
     gram = k @ k.T + settings.ridge * torch.eye(len(k), dtype=k.dtype)

@@ -1,11 +1,10 @@
-"""Adapters of the public implementations: the authors' training and inference MLPs, and the gating of the
-Moshi port.
+"""Adapters of the public implementations: the authors' MLPs, and the gating of the Moshi port.
 
-audit_module(PublicMLP(model.model.layers[0].mlp))            # hf_models/ of ByteDance-Seed/In-Place-TTT
-audit_module(PublicInferenceLayer(model.model.layers[0]))     # inference_model/ there
-audit_module(MoshiGating(layer.gating))                       # moshi_in_place
+    audit_module(PublicMLP(model.model.layers[0].mlp))            # hf_models/ of ByteDance-Seed/In-Place-TTT
+    audit_module(PublicInferenceLayer(model.model.layers[0]))     # inference_model/ there
+    audit_module(MoshiGating(layer.gating))                       # moshi_in_place
 
-Each drives the class as it is, on a copy with short chunks.
+Each adapter drives the unmodified class, on a copy with short chunks.
 """
 
 from __future__ import annotations
@@ -20,15 +19,18 @@ import torch
 from torch import Tensor, nn
 
 from .adapters import AuditedModule, CopiedModule, ReferenceMLP, Stream
-from .converted import probe_chunk
+from .borrowing import probe_chunk
 from .outcome import NotChecked
 
 
 class PublicMLP(ReferenceMLP):
     """The MLP of the authors' training code, or of their inference code read in one call.
 
-    mlp: has what `ReferenceMLP` asks for, and `ttt_chunk`, `ttt_lr`; its `ttt_proj` may be None. It may give
-        (output, weight).
+    Args:
+        mlp: a module with the parts that `ReferenceMLP` needs, `ttt_chunk` and `ttt_lr`. Its `ttt_proj` may
+            be None. It may return (output, weight).
+        name: for the report; the class name by default.
+        dtype: dtype of the copy.
     """
 
     def __init__(self, mlp: Any, *, name: str | None = None, dtype: torch.dtype = torch.float64) -> None:
@@ -57,12 +59,15 @@ class PublicMLP(ReferenceMLP):
 
 
 class PublicInferenceLayer(PublicMLP):
-    """A decoder layer of the authors' inference code, which keeps the state of its MLP in a cache: read in
-    pieces, too.
+    """A decoder layer of the authors' inference code, which keeps its MLP's state in a cache.
 
-    layer: with `self_attn`, `input_layernorm`, `post_attention_layernorm` and `mlp`. On the copy attention
-        adds nothing and the norms
-    pass on what they get, so that what the layer adds to its input is the MLP's.
+    It reads in pieces too. On the copy attention adds nothing and the norms are identities, so that the layer
+    adds exactly the MLP's output to its input.
+
+    Args:
+        layer: a decoder layer with `self_attn`, `input_layernorm`, `post_attention_layernorm` and `mlp`.
+        name: for the report; the class name by default.
+        dtype: dtype of the copy.
     """
 
     def __init__(self, layer: Any, *, name: str | None = None, dtype: torch.dtype = torch.float64) -> None:
@@ -89,7 +94,7 @@ class _NoAttention(nn.Module):
 
 
 class _PublicStream:
-    """One sequence through a decoder layer, with what of the authors' cache it uses."""
+    """One sequence through a decoder layer, with the parts of the authors' cache that the layer uses."""
 
     def __init__(self, layer: nn.Module, dtype: torch.dtype) -> None:
         self._layer, self._dtype = layer, dtype
@@ -113,13 +118,16 @@ class _PublicStream:
 
 
 class MoshiGating(CopiedModule):
-    """A gating module of the Moshi port: `gating(x, token_embeddings)`, parallel in training mode, streaming
-    in evaluation.
+    """A gating module of the Moshi port: `gating(x, token_embeddings)`.
 
-    gating: has `linear_in` (gate and value stacked), `activation`, `linear_out` (the model's own
-        down-projection), `w_down`
-    (its copy that is written), `target_generator.conv1d.conv` and `target_generator.W_target`, `chunk_size`,
-    `ttt_lr`, `delta_clip_fro_norm`, `reset_ttt_state`. It computes in float32 whatever it is given.
+    It is parallel in training mode and streams in evaluation mode. The copy computes in float32.
+
+    Args:
+        gating: a module with these parts: `linear_in` (gate and value stacked), `activation`, `linear_out`
+            (the model's own down-projection), `w_down` (its copy, which is written),
+            `target_generator.conv1d.conv`, `target_generator.W_target`, `chunk_size`, `ttt_lr`,
+            `delta_clip_fro_norm`, `reset_ttt_state`.
+        name: for the report; the class name by default.
     """
 
     def __init__(self, gating: nn.Module, *, name: str | None = None) -> None:
@@ -150,7 +158,7 @@ class MoshiGating(CopiedModule):
         if documents is not None or padding is not None:
             raise NotChecked("the module takes neither document boundaries nor a padding mask")
         was_training = self.module.training
-        self.module.train()  # whole sequences are read in parallel in training mode alone
+        self.module.train()  # because the parallel form runs in training mode alone
         try:
             return self.module(x.to(self._dtype), target.to(self._dtype))
         finally:
@@ -208,7 +216,7 @@ class MoshiGating(CopiedModule):
 
 
 class _MoshiStream:
-    """A copy of the module as one conversation: it keeps its state itself."""
+    """One conversation on a copy of the module, which keeps its state itself."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         self._module, self._dtype = module, dtype
@@ -217,7 +225,7 @@ class _MoshiStream:
         return self._module(x.to(self._dtype), target.to(self._dtype))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Those of the copy, in which the conversation is kept."""
+        """Returns the tensors of the copy, which hold the conversation."""
         return {**dict(self._module.named_parameters()), **dict(self._module.named_buffers())}
 
     def reset(self) -> None:

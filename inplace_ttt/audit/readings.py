@@ -1,8 +1,8 @@
-"""Ways of reading that a rule has to hold in: batches, pieces, packed documents, many chunks, other chunk
-sizes, training.
+"""Ways of reading in which the declared rule must hold.
 
-A converted model runs as a user runs it, with short chunks and writes that show; each scene gives what its
-TTT layers saw, and which documents they read.
+They are batches, pieces, packed documents, many chunks, other chunk sizes and training. A converted model
+runs as a user runs it, with short chunks and writes of visible size. Each scene yields the recording of its
+TTT layers and the documents that they read.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ from .recording import Document, Piece, Recording, recording
 
 
 def plain(probed: Probed) -> Iterator[Reading]:
-    """One row in one call, in evaluation."""
+    """Reads one row in one call, in evaluation mode."""
     record = probed.read(probed.ids(1, 3 * probed.chunk + 5))
     yield "one row in one call", record, record.whole()
 
 
 def batches(probed: Probed) -> Iterator[Reading]:
-    """Rows of unequal lengths, padded on either side, in one call and, on the left, in pieces; rows of
-    documents; rows reordered."""
+    """Reads rows of documents, padded rows of unequal lengths, and rows reordered, chosen or repeated.
+
+    Padding is on either side in one call, and on the left in pieces.
+    """
     chunk = probed.chunk
     if probed.takes_documents:
         yield (
@@ -81,7 +83,7 @@ def _padded_batches(probed: Probed) -> Iterator[Reading]:
         yield f"padded on the {'left' if left else 'right'}", *padded(probed, lengths, left)
     longest = max(lengths)
     ids, mask, spans = _padding(probed, lengths, left=True)
-    # As `generate` passes them: Qwen's vision-language models take a longer mask by no other way.
+    # As `generate` passes them: Qwen's vision-language models accept a longer mask only with position_ids.
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     pieces = [2 * chunk + 4, 1, chunk, longest - 3 * chunk - 5]
     documents: list[list[Piece]] = [[] for _ in lengths]
@@ -103,8 +105,10 @@ def _padded_batches(probed: Probed) -> Iterator[Reading]:
 
 
 def pieces(probed: Probed) -> Iterator[Reading]:
-    """A row through a cache, in pieces that end anywhere, token by token over a chunk's edge; and another one
-    after a reset."""
+    """Reads a row through a cache in pieces of any size, then another row after a reset.
+
+    Tokens around the edge of a chunk are read one by one.
+    """
     chunk = probed.chunk
     first = _cut(probed.ids(1, 5 * chunk), [chunk // 2, 3 * chunk + 2, *_over_an_edge(chunk // 2 + 2, chunk)])
     yield "in pieces", *streamed(probed, [first])
@@ -116,14 +120,15 @@ def pieces(probed: Probed) -> Iterator[Reading]:
 
 
 def taken_back(probed: Probed) -> Iterator[Reading]:
-    """A cache that takes back the tokens that completed a chunk, and one that was branched off."""
+    """Reads on after tokens were cropped from a cache, and in a session and its branch."""
     chunk = probed.chunk
     yield from _branched(probed)
     if (
         any(getattr(layer, "is_sliding", False) for layer in probed.cache().layers)
         or not probed.config.update_on_decode
     ):
-        # what left a window does not come back, and where tokens may be unwritten nothing is taken back
+        # because tokens that left a sliding window cannot be restored, and a cache with unwritten tokens
+        # refuses to crop
         return
     first = probed.ids(1, 2 * chunk + 2).split([chunk + 2, chunk], 1)
     second = _cut(probed.ids(1, 3 * chunk, 1), _over_an_edge(2, chunk))
@@ -136,7 +141,7 @@ def taken_back(probed: Probed) -> Iterator[Reading]:
 
 
 def _branched(probed: Probed) -> Iterator[Reading]:
-    """A branch and its stem read on in turn, each text of its own."""
+    """Reads a text in a session, forks it, and reads different texts in both sessions by turns."""
     chunk = probed.chunk
     known = probed.ids(1, 2 * chunk + 3)
     later = [probed.ids(1, 2 * chunk, part).split([chunk, chunk], 1) for part in (1, 2)]
@@ -156,7 +161,7 @@ def _branched(probed: Probed) -> Iterator[Reading]:
 
 
 def documents(probed: Probed) -> Iterator[Reading]:
-    """Five documents in a row."""
+    """Reads five documents packed in a row."""
     chunk = probed.chunk
     if probed.takes_documents:
         yield (
@@ -166,8 +171,7 @@ def documents(probed: Probed) -> Iterator[Reading]:
 
 
 def many_chunks(probed: Probed) -> Iterator[Reading]:
-    """Sixteen chunks of one document, in one call, and in pieces with single tokens late; and a few larger
-    ones."""
+    """Reads sixteen chunks of one document in one call and in pieces, then a few larger chunks."""
     chunk = probed.chunk
     record = probed.read(probed.ids(1, 16 * chunk + 3))
     yield "sixteen chunks", record, record.whole()
@@ -179,8 +183,11 @@ def many_chunks(probed: Probed) -> Iterator[Reading]:
 
 
 def many_writes(probed: Probed, chunks: int) -> tuple[Reading, dict[int, float]]:
-    """So many chunks in three pieces, and by layer how far the state is from what these are declared to
-    write."""
+    """Reads this number of chunks in three pieces.
+
+    Returns:
+        The reading, and by layer the relative error of the state against the declared writes.
+    """
     chunk, cache = probed.chunk, probed.cache()
     with recording(probed.lm, probed.config) as record:
         for ids in _cut(probed.ids(1, chunks * chunk), [chunks // 2 * chunk + 5, 3]):
@@ -201,7 +208,11 @@ def many_writes(probed: Probed, chunks: int) -> tuple[Reading, dict[int, float]]
 
 @contextmanager
 def recomputing(lm: Any) -> Iterator[bool]:
-    """Gradient checkpointing within it, as before afterwards; whether the model takes it."""
+    """Turns gradient checkpointing on inside the context and restores it on exit.
+
+    Yields:
+        True if the model supports it.
+    """
     names = ("gradient_checkpointing", "_gradient_checkpointing_func")
     modules = [module for module in lm.modules() if hasattr(module, names[0])]
     before = [{name: vars(module)[name] for name in names if name in vars(module)} for module in modules]
@@ -219,8 +230,10 @@ def recomputing(lm: Any) -> Iterator[bool]:
 
 
 def training_rows(probed: Probed) -> Reading:
-    """A packed row, one document of it of nine chunks; where the model takes no documents, a row of ten
-    chunks."""
+    """Reads a packed row with a document of nine chunks and one shorter document.
+
+    A model that takes no documents reads a row of ten chunks.
+    """
     chunk = probed.chunk
     if not probed.takes_documents:
         record = probed.read(probed.ids(1, 10 * chunk + 7))
@@ -229,7 +242,7 @@ def training_rows(probed: Probed) -> Reading:
 
 
 def padded_training_rows(probed: Probed) -> Reading:
-    """Rows of unequal lengths, or of one where the model takes no padding."""
+    """Reads two rows of unequal lengths, or of one length if the model takes no padding."""
     chunk = probed.chunk
     if not probed.takes_padding:
         record = probed.read(probed.ids(2, 3 * chunk + 4))
@@ -240,21 +253,23 @@ def padded_training_rows(probed: Probed) -> Reading:
 
 
 def _over_an_edge(at: int, chunk: int) -> list[int]:
-    """Sizes of pieces: what brings a stream from `at` to two tokens before an edge, and four single ones over
-    it."""
+    """Returns sizes of pieces that cross the next chunk edge one token at a time.
+
+    The first piece ends two tokens before the edge; four single tokens follow.
+    """
     ahead = (chunk - 2 - at) % chunk
     return [*([ahead] if ahead else []), 1, 1, 1, 1]
 
 
 def _cut(ids: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
-    """Pieces [B, n] of these sizes, and one of what is left."""
+    """Splits ids into pieces [B, n] of these sizes, and one of the remaining tokens."""
     return ids.split([*sizes, ids.shape[1] - sum(sizes)], 1)
 
 
 def _padding(
     probed: Probed, lengths: Sequence[int], left: bool
 ) -> tuple[Tensor, Tensor, list[tuple[int, int]]]:
-    """Ids [B, T], their mask, and where each row's tokens stand."""
+    """Returns ids [B, T], their mask [B, T], and the start and stop of each row's tokens."""
     longest = max(lengths)
     spans = [(longest - n, longest) if left else (0, n) for n in lengths]
     ids = probed.ids(len(lengths), longest)
@@ -265,6 +280,7 @@ def _padding(
 
 
 def padded(probed: Probed, lengths: Sequence[int], left: bool) -> tuple[Recording, Documents]:
+    """Reads padded rows of these lengths in one call."""
     ids, mask, spans = _padding(probed, lengths, left)
     return probed.read(ids, attention_mask=mask), [[Piece(0, row, *span)] for row, span in enumerate(spans)]
 
@@ -272,8 +288,14 @@ def padded(probed: Probed, lengths: Sequence[int], left: bool) -> tuple[Recordin
 def packed(
     probed: Probed, rows: Sequence[Sequence[int]], first_positions: Sequence[int] = (), **kwargs: Any
 ) -> tuple[Recording, Documents]:
-    """Rows of packed documents of these lengths in one call; first_positions: of each document of a row, 0
-    without them."""
+    """Reads rows of packed documents in one call.
+
+    Args:
+        probed: the prepared model.
+        rows: lengths of the documents in each row.
+        first_positions: the position id at which each document of a row begins; 0 by default.
+        kwargs: further arguments of the model's forward.
+    """
     firsts = first_positions or [0] * max(len(lengths) for lengths in rows)
     positions = torch.stack(
         [torch.cat([first + torch.arange(n) for first, n in zip(firsts, row, strict=False)]) for row in rows]
@@ -293,10 +315,13 @@ def streamed(
     between: Callable[[Any, int], None] | None = None,
     restarts: bool = False,
 ) -> tuple[Recording, list[list[Piece]]]:
-    """Pieces of ids [B, n] through one cache; `between` is called with the cache after each part but the
-    last.
+    """Reads pieces of ids [B, n] through one cache.
 
-    restarts: each part is a text of its own.
+    Args:
+        probed: the prepared model.
+        parts: the pieces, in parts.
+        between: called with the cache and the number of the part, after each part but the last.
+        restarts: True if each part is a separate text.
     """
     cache, number, known = probed.cache(), 0, 0
     found: list[list[Piece]] = [[] for _ in range(max(len(part[0]) for part in parts))]
@@ -314,6 +339,8 @@ def streamed(
 
 
 def _writes(probed: Probed, tokens: int, known: int) -> bool:
-    """Whether a piece of so many tokens fills chunks: one token that is read alone into a cache counts as
-    generated."""
+    """Returns True if a piece of this number of tokens fills chunks.
+
+    A single token that is read into a cache which holds tokens counts as generated.
+    """
     return probed.config.update_on_decode or tokens > 1 or known == 0

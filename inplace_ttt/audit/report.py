@@ -1,4 +1,4 @@
-"""What an audit found, as data, as Markdown and as a page."""
+"""The report of an audit, as data, as Markdown and as an HTML page."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NAMES: dict[Profile, str] = {"paper": "the paper", "official": "the public code
 
 @dataclass(frozen=True)
 class Declaration:
-    """A deviation that somebody stands by: the item's id, and why."""
+    """A known deviation that its author accepts: the id of the item, and the reason."""
 
     id: str
     why: str
@@ -28,12 +28,12 @@ class Declaration:
 
 @dataclass(frozen=True)
 class Result:
-    """One item on one subject."""
+    """The result of one item on one subject."""
 
     item: Item
     outcome: Outcome
     expected: str
-    declared: str | None = None  # why, where the deviation is declared
+    declared: str | None = None  # the reason, if the deviation is declared
 
     @property
     def verdict(self) -> Verdict:
@@ -45,7 +45,7 @@ class Result:
 
     @property
     def numbers(self) -> dict[str, str]:
-        """What was measured, as text."""
+        """The measured values as text."""
         return {name: _text(value) for name, value in self.outcome.numbers.items()}
 
     @property
@@ -54,7 +54,7 @@ class Result:
         return "" if tolerance is None else "exact" if tolerance == 0 else _text(float(tolerance))
 
     def evidence(self) -> dict[str, Any]:
-        """The numbers, how far off they may be, and the data of a chart."""
+        """Returns the numbers, their tolerance and the data of a chart."""
         found: dict[str, Any] = {"numbers": self.outcome.numbers}
         if self.outcome.tolerance is not None:
             found["tolerance"] = self.outcome.tolerance
@@ -81,7 +81,15 @@ class Result:
 
 @dataclass(frozen=True)
 class Report:
-    """All items of an audit. facts: what was audited, for the head of the report."""
+    """The results of an audit.
+
+    Attributes:
+        subject: name of the audited model, module or recipe.
+        profile: the reference that it was compared with.
+        items: one result per item, in the order of the report.
+        declarations: the declared deviations.
+        facts: properties of the subject, for the head of the report.
+    """
 
     subject: str
     profile: Profile
@@ -90,18 +98,20 @@ class Report:
     facts: dict[str, str] = field(default_factory=dict)
 
     def __getitem__(self, id: str) -> Result:
-        """The result of an item by its id."""
+        """Returns the result of the item with that id."""
         return next(result for result in self.items if result.item.id == id)
 
     @property
     def undeclared(self) -> list[str]:
-        """Ids of the deviations that nobody declared."""
+        """Ids of the deviations that are not declared."""
         return [result.item.id for result in self.items if result.undeclared]
 
     @property
     def stale_declarations(self) -> list[Declaration]:
-        """Declarations of what does not deviate (any more). What was not checked may still deviate, so it is
-        not stale."""
+        """Declarations of items that do not deviate.
+
+        An item that was not checked may still deviate, so its declaration is not stale.
+        """
         fine = {r.item.id for r in self.items if r.verdict in ("conforms", "unspecified", "extension")}
         return [declaration for declaration in self.declarations if declaration.id in fine]
 
@@ -109,7 +119,7 @@ class Report:
         return sum(result.verdict == verdict for result in self.items)
 
     def summary(self) -> str:
-        """One sentence on the whole."""
+        """Returns one sentence with the number of deviations and their ids."""
         total, profile = len(self.items), _NAMES[self.profile]
         deviations = [r.item.id for r in self.items if r.verdict == "deviates"]
         if not deviations:
@@ -122,13 +132,13 @@ class Report:
         )
 
     def differences(self, other: Report) -> list[tuple[Result, Result]]:
-        """The items in which two reports say different things."""
+        """Returns the pairs of results with different verdicts or findings in two reports."""
         theirs = {result.item.id: result for result in other.items}
         pairs = [(result, theirs[result.item.id]) for result in self.items if result.item.id in theirs]
         return [(x, y) for x, y in pairs if (x.verdict, _said(x)) != (y.verdict, _said(y))]
 
     def compared(self, other: Report) -> dict[str, Any]:
-        """The differences as plain values."""
+        """Returns the differences as plain values."""
         rows = [
             {"id": x.item.id, "title": x.item.title, "a": {"verdict": x.verdict, "found": x.outcome.found},
              "b": {"verdict": y.verdict, "found": y.outcome.found}}
@@ -137,7 +147,7 @@ class Report:
         return {"subject": other.subject, "undeclared": other.undeclared, "differences": rows}
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Returns the report as plain JSON values."""
         return {
             "subject": self.subject,
             "profile": self.profile,
@@ -149,11 +159,11 @@ class Report:
         }
 
     def to_markdown(self, other: Report | None = None) -> str:
-        """A report to read on its own. other: one to compare it with."""
+        """Returns a self-contained report in Markdown; `other` adds a comparison."""
         return self._render("audit.md.j2", other)
 
     def to_html(self, other: Report | None = None) -> str:
-        """The same as one self-contained page, with charts where matplotlib is installed."""
+        """Returns the same as one self-contained page, with charts if matplotlib is installed."""
         return self._render("audit.html.j2", other, draw=charts.svg if charts.available() else None)
 
     def _render(self, template: str, other: Report | None, **values: Any) -> str:
@@ -175,17 +185,17 @@ class Report:
 
 
 def _said(result: Result) -> str:
-    """What was found, unless it is a number that rounding alone changes."""
+    """Returns the finding, or "" for a number that changes by rounding alone."""
     return "" if result.item.id == "state-precision" else result.outcome.found
 
 
 _TITLE = "In-Place TTT audit: "
 _HEAD = 1 << 15
-"""Bytes of a report that hold its title; a page's style stands before it."""
+"""Number of bytes of a report that include its title; the style of a page stands before the title."""
 
 
 def is_report(file: str | os.PathLike[str]) -> bool:
-    """True for a file that holds a report in one of its forms, so that a later report may take its place."""
+    """Returns True if the file is a report in one of its forms, so that a new report may replace it."""
     try:
         values = read_json(Path(file), "not a report")
     except InPlaceTTTError:
@@ -199,13 +209,13 @@ def is_report(file: str | os.PathLike[str]) -> bool:
 
 
 def for_card(report: Mapping[str, Any]) -> dict[str, Any]:
-    """What a model card says of an audit, given `Report.to_dict`."""
+    """Returns the summary of an audit for a model card, from `Report.to_dict`."""
     declared = [item["id"] for item in report["items"] if item["declared"] is not None]
     return {"profile": report["profile"], "undeclared": list(report["undeclared"]), "declared": declared}
 
 
 def _text(value: Any) -> str:
-    """A measured value as text."""
+    """Returns a measured value as text."""
     if isinstance(value, bool) or value is None:
         return {True: "yes", False: "no", None: "none"}[value]
     if isinstance(value, float):

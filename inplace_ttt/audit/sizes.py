@@ -1,5 +1,7 @@
-"""Readings whose sizes are drawn from the audit's seed: batches, texts, chunks and packed rows larger than
-those of `readings`."""
+"""Readings with sizes drawn from the audit's seed.
+
+Their batches, texts, chunks and packed rows are larger than those of `readings`.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,10 @@ from .ways import as_one_text
 
 
 def drawn_sizes(probed: Probed) -> Iterator[Reading]:
-    """Many rows, many chunks, many documents, large chunks, and a text beyond what a session reads at
-    once."""
+    """Reads many rows, many chunks, many documents, large chunks and a long session.
+
+    The session reads a text longer than the piece that it reads in one call.
+    """
     draw, chunk = random.Random(probed.seed), probed.chunk
     rows = draw.randint(6, 9)
     record = probed.read(probed.ids(rows, 3 * chunk + draw.randrange(chunk)))
@@ -53,7 +57,7 @@ def drawn_sizes(probed: Probed) -> Iterator[Reading]:
 
 
 def _cut(draw: random.Random, tokens: int, chunk: int) -> list[int]:
-    """Lengths of documents that fill a row."""
+    """Returns lengths of documents that fill a row."""
     found: list[int] = []
     while (rest := tokens - sum(found)) > 2 * chunk:
         found.append(draw.randint(chunk - 3, min(3 * chunk, rest - 1)))

@@ -1,8 +1,6 @@
-"""Ways of calling a model that users have, beside the plain ones of `readings`: each has to compute what the
-settings declare.
+"""Further calls of a model that users make; each must compute the declared rule.
 
-Short texts; sizes beyond these are drawn in `sizes`. A way that a model family or a setting refuses is left
-out.
+The texts are short; `sizes` draws larger ones. A way that a model family or a setting refuses is skipped.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from .recording import Piece, Recording, recording
 
 
 def ways_of_calling(probed: Probed) -> Iterator[Reading]:
-    """Every way that this model takes."""
+    """Runs every way that this model accepts."""
     for way in WAYS:
         try:
             yield from way(probed)
@@ -39,14 +37,20 @@ def ways_of_calling(probed: Probed) -> Iterator[Reading]:
 def as_one_text(
     record: Recording, rows: int, skipped: Sequence[int] = (), unwritten: Sequence[int] = ()
 ) -> Documents:
-    """Each row of all forwards as one document, without the skipped forwards; tokens of some are read and do
-    not write."""
+    """Returns each row of all forwards as one document.
+
+    Args:
+        record: the recording.
+        rows: number of rows.
+        skipped: numbers of forwards that are left out.
+        unwritten: numbers of forwards whose tokens read and do not write.
+    """
     numbers = [n for n in range(len(record.forwards)) if n not in skipped]
     return [[Piece(n, row, 0, record.tokens(n), n not in unwritten) for n in numbers] for row in range(rows)]
 
 
 def other_arguments(probed: Probed) -> Iterator[Reading]:
-    """The same tokens handed over otherwise, in one call."""
+    """Reads the same tokens in one call with other arguments."""
     ids, embed = probed.ids(2, 2 * probed.chunk + 5), probed.lm.get_input_embeddings()
     ways: dict[str, dict[str, Any]] = {
         "a mask of ones": {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
@@ -73,7 +77,7 @@ def other_arguments(probed: Probed) -> Iterator[Reading]:
 
 
 def documents_by_lengths(probed: Probed) -> Iterator[Reading]:
-    """Documents told by cu_seq_lens, and by positions of which none begins at 0."""
+    """Reads documents marked by cu_seq_lens, and by positions that do not begin at 0."""
     chunk, lengths = probed.chunk, [2 * probed.chunk + 3, probed.chunk - 3, 2 * probed.chunk + 1]
     if not probed.takes_documents:
         return
@@ -92,7 +96,7 @@ def documents_by_lengths(probed: Probed) -> Iterator[Reading]:
 
 
 def contexts(probed: Probed) -> Iterator[Reading]:
-    """Within torch.inference_mode and after it; within autocast."""
+    """Reads inside torch.inference_mode and after it, and under autocast."""
     chunk, device = probed.chunk, probed.ids(1, 1).device
     around: list[AbstractContextManager[Any]] = [
         torch.inference_mode(),
@@ -111,8 +115,11 @@ def contexts(probed: Probed) -> Iterator[Reading]:
 
 
 def caches(probed: Probed) -> Iterator[Reading]:
-    """A cache that the model makes, one that is copied, one whose attention is dropped, one that is used with
-    TTT off."""
+    """Reads through caches of several origins.
+
+    They are a cache that the model creates, a copied one, one whose KV cache is dropped, and one used with
+    TTT off.
+    """
     chunk, lm = probed.chunk, probed.lm
     first, second, third = probed.ids(2, 4 * chunk).split([chunk + 3, chunk + 4, 2 * chunk - 7], 1)
     with recording(lm, probed.config) as record:
@@ -142,7 +149,7 @@ def caches(probed: Probed) -> Iterator[Reading]:
 
 
 def moved_rows(probed: Probed) -> Iterator[Reading]:
-    """Rows copied, reordered more than once, repeated and chosen, with text read after each."""
+    """Copies, reorders, repeats and chooses rows of a cache, and reads text after each step."""
     chunk, seed = probed.chunk, 0
     steps: list[tuple[list[int], Callable[[Any, list[int]], Any]]] = [
         ([1, 1, 0], _reorder),
@@ -176,7 +183,7 @@ def _reorder(cache: Any, order: list[int]) -> None:
 
 
 def generation(probed: Probed) -> Iterator[Reading]:
-    """Text that is read on after `generate`, by the model's own and by a session's."""
+    """Reads text after `generate`, by the model's own method and by a session's."""
     chunk, lm = probed.chunk, probed.lm
     plain = GenerationConfig(max_new_tokens=5, do_sample=False, pad_token_id=0)
     first, second = probed.ids(2, 4 * chunk).split([2 * chunk - 2, 2 * chunk + 2], 1)
@@ -197,8 +204,10 @@ def generation(probed: Probed) -> Iterator[Reading]:
 
 
 def updates_off(probed: Probed) -> Iterator[Reading]:
-    """Without writes of generated tokens: one token alone is not written, unless a session reads it as
-    text."""
+    """Reads without writes of generated tokens.
+
+    A single token is then not written, unless a session reads it as text.
+    """
     lm, chunk = probed.lm, probed.chunk
     off = dataclasses.replace(probed.config, update_on_decode=False)
     with with_config(probed.layers.values(), update_on_decode=False):
@@ -214,7 +223,7 @@ def updates_off(probed: Probed) -> Iterator[Reading]:
 
 
 def copied_model(probed: Probed) -> Iterator[Reading]:
-    """A deep copy of the model, whose P is its own, and the model beside it."""
+    """Reads with a deep copy of the model that has another P, and with the original."""
     rules = {index: probed.rule(index) for index in probed.layers}
     other = copy.deepcopy(probed.lm)
     for layer in fast_weights(other).values():
@@ -229,7 +238,7 @@ def copied_model(probed: Probed) -> Iterator[Reading]:
 def _stream(
     probed: Probed, sizes: Sequence[int], around: Sequence[AbstractContextManager[Any]]
 ) -> tuple[Recording, Documents]:
-    """Two rows through one cache in pieces, each read within its context."""
+    """Reads two rows through one cache in pieces, each piece inside its own context."""
     cache, ids = probed.cache(), probed.ids(2, sum(sizes))
     with recording(probed.lm, probed.config) as record:
         for piece, context in zip(ids.split(list(sizes), 1), around, strict=True):

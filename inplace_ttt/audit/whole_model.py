@@ -1,5 +1,4 @@
-"""A converted model as a whole: what reading and generating with it leaves behind, measured once for all
-probes."""
+"""A converted model and the measurements on the whole of it, each made once for all probes."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from ..layer.fast_linear import FastWeight
 from ..layer.overrides import overriding
 from ..layer.quantised import readable_parameters
 from ..surgery import causal_lm, config_of, fast_weights
-from .converted import probe_chunk, small_chunks
+from .borrowing import probe_chunk, small_chunks
 
 _TEXT = (
     "A ship had lain at the harbour for three days when the captain asked for the letters that she had "
@@ -30,14 +29,21 @@ _TEXT = (
 
 
 _SMALL = 20_000_000
-"""Parameters up to which a model itself is called in every way."""
+"""Largest number of parameters for which the model itself is called in every way."""
 
 Measured = TypeVar("Measured")
 
 
 @dataclass
 class WholeModel:
-    """A converted model and what was measured on it as a whole."""
+    """A converted model with its cached measurements.
+
+    Attributes:
+        model: the converted model, possibly wrapped.
+        tokenizer: used to read real text; random ids without one.
+        seed: of random inputs.
+        lm: the causal language model in `model`.
+    """
 
     model: nn.Module
     tokenizer: Any = None
@@ -62,19 +68,21 @@ class WholeModel:
 
     @cached_property
     def undrivable(self) -> str:
-        """Why one layer cannot be driven by the probes, which set a convolution and look for sums; empty
-        where it can."""
+        """The reason why the probes cannot drive a single layer, or "" if they can.
+
+        They set a convolution and expect sums of writes.
+        """
         names = sorted({"conv", "write_norm", "preserve_row_norms"} & set(self.config.extensions))
         if not names:
             return ""
         return (
             f"with {' and '.join(names)} a layer has no convolution to set, or reads no sum; "
-            "`declared-rule` holds all of it"
+            "`declared-rule` covers all of it"
         )
 
     @property
     def is_small(self) -> bool:
-        """Whether many calls of single tokens, and a copy of it, cost little."""
+        """True if a copy of the model and many calls with single tokens are cheap."""
         return sum(parameter.numel() for parameter in self.lm.parameters()) <= _SMALL
 
     @property
@@ -83,8 +91,10 @@ class WholeModel:
 
     @cached_property
     def ids(self) -> Tensor:
-        """Three chunks and a piece of real text where a tokenizer is there, of random ids where not: [1,
-        T]."""
+        """Token ids [1, T] of three chunks and three more tokens.
+
+        They are real text if there is a tokenizer, and random otherwise.
+        """
         tokens = 3 * self.chunk + 3
         vocabulary = self.lm.config.get_text_config().vocab_size
         ids = torch.randint(vocabulary, (1, tokens), generator=torch.Generator().manual_seed(self.seed))
@@ -94,15 +104,17 @@ class WholeModel:
         return ids.to(self.lm.get_input_embeddings().weight.device)
 
     def once(self, measure: Callable[[WholeModel], Measured]) -> Measured:
-        """What `measure` finds on this model, measured for the first who asks."""
+        """Returns the result of `measure` on this model, computed at the first call."""
         if measure not in self._measured:
             self._measured[measure] = measure(self)
         return self._measured[measure]
 
     @cached_property
     def after_reading(self) -> AfterReading:
-        """What reading the text through a cache, and generating a chunk and more, leaves behind, by no
-        settings of the model's own."""
+        """The traces of reading the text through a cache and of generating more than a chunk.
+
+        Generation is greedy and ignores the model's own generation config.
+        """
         plain = GenerationConfig(max_new_tokens=self.chunk + 2, do_sample=False, pad_token_id=0)
         with (
             small_chunks(self.model, self.chunk, self.seed),
@@ -125,9 +137,13 @@ class WholeModel:
 
 @dataclass(frozen=True)
 class AfterReading:
-    """layers: those that hold a state after reading. changed: tensors of the model that are not as before.
+    """The traces of reading and generating.
 
-    read, generated: tokens.
+    Attributes:
+        layers: the layers that hold a state after reading.
+        changed: names of the model's tensors that changed.
+        read: number of tokens read.
+        generated: number of tokens generated.
     """
 
     layers: list[int]
@@ -137,7 +153,7 @@ class AfterReading:
 
 
 def fingerprints(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Two sums over the bits of every parameter and buffer, but not of quantised ones."""
+    """Returns two sums over the bits of every parameter and buffer, without quantized parameters."""
     found = {}
     for name, tensor in [*readable_parameters(model), *model.named_buffers()]:
         flat = tensor.detach().contiguous().reshape(-1)

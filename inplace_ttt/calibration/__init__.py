@@ -1,1 +1,1 @@
-"""What the extensions need to know of a model, measured on a text."""
+"""Measures on a text the tensors that the extensions need."""

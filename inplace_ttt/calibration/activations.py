@@ -1,4 +1,4 @@
-"""What reaches the TTT layers of a converted model in a forward, for those who measure it."""
+"""Records the activations and gradients at the TTT layers of a converted model in a forward pass."""
 
 from __future__ import annotations
 
@@ -19,8 +19,13 @@ from ..surgery import config_of, fast_weights
 
 @dataclass(frozen=True)
 class Seen:
-    """Of one layer and forward: the down-projection's input [B, T, h], the target's source [B, T, d], what
-    enters the block [B, T, d]."""
+    """Activations of one layer in a forward pass.
+
+    Attributes:
+        z: input of the down-projection [B, T, h].
+        source: the target's source [B, T, d].
+        stream: input of the decoder block [B, T, d], the residual stream.
+    """
 
     z: Tensor
     source: Tensor
@@ -29,13 +34,13 @@ class Seen:
 
 @contextmanager
 def seeing(model: Any) -> Iterator[dict[int, Seen]]:
-    """Within it every forward leaves here, by layer index, what its TTT layers saw."""
+    """Yields a dict in which every forward pass stores the activations of the TTT layers, by index."""
     decoder, from_embeddings = locate(model), config_of(model).target == "embeddings"
     hooks = ExitStack()
     found: dict[int, Seen] = {}
 
     def keeping(module: nn.Module) -> list[Tensor]:
-        """The first argument of a module's last call."""
+        """Returns a list that holds the first argument of a module's last call."""
         place: list[Tensor] = []
         hooks.enter_context(
             module.register_forward_pre_hook(functools.partial(_keep, place), with_kwargs=True)
@@ -62,8 +67,11 @@ def seeing(model: Any) -> Iterator[dict[int, Seen]]:
 
 @contextmanager
 def probing(model: Any) -> Iterator[dict[int, Tensor]]:
-    """Within it a zero is added to every TTT layer's output, new in each forward, to take the gradient of; no
-    parameter asks for one."""
+    """Yields a dict of probes, by layer index.
+
+    A probe is a new zero in each forward pass, added to the TTT layer's output, to take the gradient of.
+    Parameters require no gradient inside the block.
+    """
     probes: dict[int, Tensor] = {}
 
     def adding(index: int) -> Any:
@@ -82,12 +90,12 @@ def probing(model: Any) -> Iterator[dict[int, Tensor]]:
 
 @contextmanager
 def feeling(model: Any) -> Iterator[dict[int, Tensor]]:
-    """Within it every forward leaves here, by layer index, how far what leaves the block moves when its
-    down-projection's output does.
+    """Yields a dict in which every forward pass stores the sensitivity of each TTT layer's block, by index.
 
-    The median over tokens of ‖uᵀ ∂block / ∂down‖ / ‖u‖ for random signs u. It is 1 where the output is added
-    to the residual stream as it is, the multiplier where it is multiplied before, and where a norm follows,
-    as in Gemma 3, some hundreds and more.
+    The sensitivity is the change of the block's output per change of the down-projection's output. It is a
+    scalar, the median over tokens of ‖uᵀ ∂block / ∂down‖ / ‖u‖ for random signs u. It is 1 if that output is
+    added to the residual stream unchanged. If it is multiplied before, the sensitivity is the multiplier. If
+    a norm follows, as in Gemma 3, it is some hundreds or more.
     """
     blocks, generator = locate(model).layers, torch.Generator().manual_seed(0)
     found: dict[int, Tensor] = {}
@@ -98,7 +106,7 @@ def feeling(model: Any) -> Iterator[dict[int, Tensor]]:
             signs = torch.randint(2, leaves.shape, generator=generator).to(leaves) * 2 - 1
             (felt,) = torch.autograd.grad(leaves, probes[index], signs)
             found[index] = felt.float().norm(dim=-1).median() / math.sqrt(felt.shape[-1])
-            # nothing is kept for a later gradient
+            # detached, so that no graph is kept for a later gradient
             return (leaves.detach(), *out[1:]) if isinstance(out, tuple) else leaves.detach()
 
         return take
@@ -110,5 +118,5 @@ def feeling(model: Any) -> Iterator[dict[int, Tensor]]:
 
 
 def _keep(place: list[Tensor], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A pre-hook that keeps a module's first argument."""
+    """Stores a module's first argument; a pre-hook."""
     place[:] = [args[0] if args else kwargs["hidden_states"]]

@@ -1,4 +1,4 @@
-"""What the extensions need to know of a model's activations: measured on a text, then fixed."""
+"""Measures the calibrated tensors of a converted model on a text, and sets them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from ..checkpoint.layer_tensors import LayerTensors
 from ..checkpoint.loading import load_base
-from ..checkpoint.reading import Checkpoint, LayerTensors
+from ..checkpoint.reading import Checkpoint
 from ..config import InPlaceTTTConfig, KeyWhitening
 from ..errors import InPlaceTTTError
 from ..families import locate
@@ -27,25 +28,35 @@ from .gradient_scale import gradient_scales
 from .initial_projection import initial_projections
 
 CALIBRATION_TOKENS = 32_768
-"""Tokens that a calibration reads where nobody says otherwise; Σ of 1,536 directions is then known to some
-percent."""
+"""Default number of tokens that a calibration reads.
+
+It determines Σ of 1,536 directions to within some percent.
+"""
 _TOKENS_FOR_SCALE = 4096
-"""The same where one number per layer is measured."""
+"""Default number of tokens if only one number per layer is measured."""
 
 _AT_ONCE, _SMALL = 4096, 10**9
 
 
 def tokens_to_read(config: InPlaceTTTConfig) -> int:
-    """Tokens that a calibration of this config reads where nobody says otherwise."""
+    """Returns the default number of tokens that a calibration of this config reads."""
     return (
         _TOKENS_FOR_SCALE if config.target == "gradient" and config.whitening is None else CALIBRATION_TOKENS
     )
 
 
 class _Seen:
-    """Of one layer, over the tokens read: the directions of its keys, if they are whitened; sums of the
-    target's source x [d] and of ‖x‖², float32; rows' median ‖residual‖, and what of an output the block feels
-    (`feeling`)."""
+    """Sums of one layer over the tokens read.
+
+    Attributes:
+        directions: directions of the keys; None if they are not whitened.
+        source: sum of the target's source x, float32 [d].
+        norm: sum of ‖x‖², float32.
+        residual: sum over rows of the median ‖residual‖.
+        felt: sum over rows of the block's sensitivity (`feeling`).
+        tokens: number of tokens.
+        rows: number of rows.
+    """
 
     def __init__(self, layer: FastWeight, seen: Seen) -> None:
         zeros = functools.partial(torch.zeros, device=seen.z.device)
@@ -76,10 +87,18 @@ class _Seen:
 
 @torch.no_grad()
 def calibrate(model: Any, rows: Sequence[Tensor], *, progress: bool = False) -> None:
-    """Measure what a converted model's extensions need on `rows` of token ids [1, T], and set it, in place.
+    """Measures the tensors that a converted model's extensions need, and sets them in place.
 
-    The rows are read with TTT off; for a calibrated P once more, with a backward pass. Raises InPlaceTTTError
-    when the config needs no calibration, nothing is read, or the model's hidden states are not finite.
+    The rows are read with TTT off. For a gradient target or a calibrated P they are read again, with a
+    backward pass.
+
+    Args:
+        model: a converted model.
+        rows: token ids [1, T] of a text like those to be read.
+        progress: show a bar on stderr.
+
+    Raises:
+        InPlaceTTTError: if the config needs no calibration, `rows` is empty, or hidden states are not finite.
     """
     config = config_of(model)
     if not config.needs_calibration:
@@ -117,15 +136,23 @@ def calibrate(model: Any, rows: Sequence[Tensor], *, progress: bool = False) -> 
 
 @dataclass
 class BaseToMeasure:
-    """A base that is loaded once for all that is measured on it. dtype: of its weights."""
+    """A base that is loaded once for all measurements on it.
+
+    Attributes:
+        model: the base.
+        dtype: dtype of its weights on disk.
+    """
 
     model: PreTrainedModel
     dtype: torch.dtype
 
     @classmethod
     def load(cls, checkpoint: Checkpoint) -> BaseToMeasure:
-        """A small model is measured in float32 where this processor only emulates its dtype, which takes
-        several times longer."""
+        """Loads a base.
+
+        A small model is loaded in float32 if this processor only emulates its dtype, because emulation takes
+        several times longer.
+        """
         base = load_base(checkpoint.folder)
         dtype = base.dtype
         if emulated(dtype) and not getattr(base, "is_quantized", False) and base.num_parameters() < _SMALL:
@@ -133,7 +160,7 @@ class BaseToMeasure:
         return cls(base, dtype)
 
     def new_tensors(self, config: InPlaceTTTConfig, rows: Sequence[Tensor]) -> LayerTensors:
-        """The new tensors of a fresh conversion with its measurements. Converts the base."""
+        """Converts the base, and returns the calibrated tensors of a fresh conversion, by layer index."""
         model = convert(self.model, config)
         calibrate(model, rows, progress=True)
         return {
@@ -143,8 +170,10 @@ class BaseToMeasure:
 
 
 def _mean_embedding(model: Any) -> Tensor:
-    """Mean over the vocabulary [d], each token once: over a text, it would take away what tells its words
-    from others."""
+    """Returns the mean embedding over the vocabulary, float32 [d], each token counted once.
+
+    A mean over a text would remove the part that distinguishes the text's words from others.
+    """
     table = model.get_input_embeddings()
     ids = torch.arange(table.num_embeddings, device=table.weight.device)
     return torch.stack([table(part).float().sum(0) for part in ids.split(_AT_ONCE)]).sum(0) / len(ids)
@@ -153,6 +182,7 @@ def _mean_embedding(model: Any) -> Tensor:
 def _set(
     layer: FastWeight, over_text: _Seen, whitening: KeyWhitening | None, vocabulary: Tensor | None
 ) -> None:
+    """Sets a layer's mean, gain and whitening from its sums."""
     if layer.ttt.mean is not None and layer.ttt.gain is not None:
         seen = over_text.source / over_text.tokens
         mean = seen if vocabulary is None else vocabulary
@@ -171,6 +201,9 @@ def _set(
 
 
 def whitened(found: Directions, shrinkage: float) -> Tensor:
-    """A = s (Λ + ρI)^(-1/2) Uᵀ [r, h] of `WhitenedKeys`, with which the mean of ‖A(z - ‖z‖c)‖² is one."""
+    """Returns A = s (Λ + ρI)^(-1/2) Uᵀ [r, h], the map of `WhitenedKeys`.
+
+    The scale s makes the mean of ‖A(z - ‖z‖c)‖² one.
+    """
     shares = 1 / (found.values + shrinkage * found.trace / len(found.centre))
     return ((found.values * shares).sum().rsqrt() * shares.sqrt())[:, None] * found.vectors.T

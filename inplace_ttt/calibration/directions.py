@@ -1,12 +1,13 @@
-"""The directions in which a layer's activations vary most, from one reading of a text and without Σ [h, h]
-where h is large.
+"""Finds the directions in which a layer's activations vary most, in one pass over a text.
 
-Where Σ = Σ z zᵀ is no larger than a sketch it is summed, and a short text is kept as it is. Else Y = Σ Ω [h,
-l] is summed for l = 2r directions Ω, and Σ ≈ Y (Ωᵀ Y)⁻¹ Yᵀ (Nyström). A random Ω finds too little of a
-spectrum that falls as slowly as that of activations. So each time the text has doubled, the approximation's
-own range becomes Ω, which changes nothing in it, and what is read from there on is sketched along the
-directions that matter: a subspace iteration whose steps read different parts of the text. The centre is taken
-off in the end.
+If h is large, Σ = Σ z zᵀ [h, h] is not stored. A text of up to 1,024 tokens is kept as it is. Σ is summed if
+a sketch would not be smaller. Otherwise Y = Σ Ω [h, l] is summed for l = 2r directions Ω, and Σ ≈ Y (Ωᵀ Y)⁻¹
+Yᵀ (Nyström).
+
+The spectrum of activations falls slowly, and a random Ω captures too little of it. Each time the number of
+tokens has doubled, the range of the approximation therefore becomes the new Ω. This does not change the
+approximation, and the following tokens are sketched along the directions that matter. It is a subspace
+iteration whose steps read different parts of the text. The center is subtracted at the end.
 """
 
 from __future__ import annotations
@@ -20,25 +21,35 @@ from torch import Tensor
 from ..errors import InPlaceTTTError
 
 _OVERSAMPLING = 2
-"""Columns of the sketch over r. At r = h / 6 the directions found hold over 99 % of what the best ones hold
-in SmolLM2's layers; with 3/2 it is 98 % and more, with a random Ω kept throughout 95 %."""
+"""Columns of the sketch over r.
+
+At r = h / 6, in SmolLM2's layers, the directions found hold over 99 % of the variance of the best ones. With
+3/2 it is 98 % or more, and with a random Ω throughout 95 %.
+"""
 
 _ROUNDINGS = 4
-"""Of float32, by which ΩᵀY is shifted: of a text that is one token again and again its eigenvalues reach down
-to -0.7 of one."""
+"""Shift of ΩᵀY in units of float32's epsilon.
+
+If the text is one token repeated, the eigenvalues of ΩᵀY reach down to -0.7 of one unit.
+"""
 
 _AT_ONCE = 1024
-"""Tokens that are widened to float32 together; a text of no more is kept."""
+"""Number of tokens that are converted to float32 together; a text of at most this length is kept."""
 
 
 class Directions(NamedTuple):
-    """Of the second moment of z - ‖z‖c, float32: r largest eigenvalues [r], descending, their orthonormal
-    vectors [h, r]; its trace; c [h].
+    """Leading directions of the second moment of z - ‖z‖c, in float32.
 
-    c = E[‖z‖z] / E[‖z‖²] leaves the least of z, as the mean does where all z are equally long.
+    c = E[‖z‖z] / E[‖z‖²] minimizes the rest, as the mean does if all z have equal norms.
 
-    From a sketch the eigenvalues are too low, together by a few percent, the last ones by 10 % and more; the
-    trace is exact, and so is all of a text of 1,024 tokens and less.
+    From a sketch the eigenvalues are too low: together by a few percent, the last ones by 10 % or more. The
+    trace is exact. For a text of up to 1,024 tokens everything is exact.
+
+    Attributes:
+        values: the r largest eigenvalues [r], descending.
+        vectors: their orthonormal vectors [h, r].
+        trace: trace of the second moment.
+        centre: c [h].
     """
 
     values: Tensor
@@ -48,8 +59,18 @@ class Directions(NamedTuple):
 
 
 class LeadingDirections:
-    """Reads z [..., h] of any dtype row by row; holds the smaller of h² and 4 r h float32, and a text of up
-    to 1,024 tokens."""
+    """Accumulates activations z [..., h] of any dtype.
+
+    It holds the smaller of h² and 4 r h float32 values, and a text of up to 1,024 tokens.
+
+    Args:
+        width: h.
+        rank: r, the number of directions.
+        device: device of the sums.
+
+    Raises:
+        InPlaceTTTError: if the rank is not between 1 and h.
+    """
 
     def __init__(self, width: int, rank: int, device: torch.device | str = "cpu") -> None:
         if not 0 < rank <= width:
@@ -59,8 +80,8 @@ class LeadingDirections:
         columns = _OVERSAMPLING * rank
         self.rank, self.tokens, self.trace = rank, 0, 0.0
         self._next = columns
-        self._onto: Tensor | None = None  # Ω; None: the identity, and the sum is Σ's own
-        if 2 * columns < width:  # drawn on the CPU, so that every device has the same
+        self._onto: Tensor | None = None  # Ω; None for the identity, with which the sum is Σ itself
+        if 2 * columns < width:  # drawn on the CPU, so that every device gets the same values
             start = torch.randn(width, columns, generator=torch.Generator().manual_seed(0)).to(device)
             self._onto = torch.linalg.qr(start).Q
         self._sum = torch.zeros(width, width if self._onto is None else columns, device=device)
@@ -69,7 +90,11 @@ class LeadingDirections:
 
     @torch.no_grad()
     def add(self, z: Tensor) -> None:
-        """Read more tokens, z [..., h]; raises InPlaceTTTError where it is not finite."""
+        """Adds tokens, z [..., h].
+
+        Raises:
+            InPlaceTTTError: if z is not finite.
+        """
         for part in z.detach().reshape(-1, z.shape[-1]).split(_AT_ONCE):
             part = part.to(self._sum.device, torch.float32)
             square = float(part.square().sum())
@@ -92,13 +117,15 @@ class LeadingDirections:
 
     @torch.no_grad()
     def found(self) -> Directions:
-        """What the tokens read until now say; raises InPlaceTTTError where they are too few, or all the
-        same."""
+        """Returns the directions of the tokens added so far.
+
+        Raises:
+            InPlaceTTTError: if there are fewer tokens than directions, or all tokens are the same.
+        """
         if self.tokens < self.rank:
             raise InPlaceTTTError(
                 f"{self.tokens} tokens cannot tell the {self.rank} largest directions of a "
-                "down-projection's input; calibrate on more, "
-                f"or lower the rank."
+                "down-projection's input; calibrate on more, or lower the rank."
             )
         square = self.trace / self.tokens
         centre = self._total / self.tokens / square if square else self._total
@@ -129,10 +156,10 @@ class LeadingDirections:
         return Directions(values, vectors if basis is None else basis @ vectors, trace, centre.float())
 
     def _range(self) -> tuple[Tensor, Tensor]:
-        """Q [h, l] orthonormal float32 and C [l, l] float64 with Q C Qᵀ = Y (Ωᵀ Y)⁻¹ Yᵀ.
+        """Returns Q [h, l], orthonormal float32, and C [l, l], float64, with Q C Qᵀ = Y (Ωᵀ Y)⁻¹ Yᵀ.
 
-        The tokens read may be fewer than l, or the same ones again, so ΩᵀY is shifted above its rounding.
-        That takes nothing from the directions, and from an eigenvalue some millionths of the largest.
+        The tokens may be fewer than l, or repeated, so ΩᵀY is shifted above its rounding error. The shift
+        keeps the directions, and lowers an eigenvalue by some millionths of the largest.
         """
         assert self._onto is not None
         small = (self._onto.T @ self._sum).double()

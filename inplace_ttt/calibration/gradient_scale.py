@@ -1,5 +1,7 @@
-"""The scale of targets that are loss gradients (extension): one value of η then means the same in every layer
-and model."""
+"""Measures the scale of targets that are loss gradients (extension).
+
+With it, one value of η means the same in every layer and model.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,22 @@ from .activations import probing
 def gradient_scales(
     model: Any, rows: Sequence[Tensor], chunk_size: int, *, progress: bool = False
 ) -> dict[int, float]:
-    """`GradientTarget.gain` of every TTT layer, from a forward and a backward over each chunk of `rows` of
-    token ids [1, T].
+    """Measures `GradientTarget.gain` of every TTT layer, with a forward and a backward pass per chunk.
 
-    Raises InPlaceTTTError where no row has a chunk of two tokens, or no gradient reaches a layer.
+    Args:
+        model: a converted model.
+        rows: token ids [1, T] of a text like those to be read.
+        chunk_size: tokens per chunk.
+        progress: show a bar on stderr.
+
+    Returns:
+        The gain by layer index.
+
+    Raises:
+        InPlaceTTTError: if no gradient reaches a layer, or no row has a chunk of two tokens.
     """
     layers = fast_weights(model)
-    # of ‖output‖², ‖gradient‖² and ‖key‖²
+    # sums of ‖output‖², ‖gradient‖² and ‖key‖²
     sums = {index: torch.zeros(3, dtype=torch.float64) for index in layers}
     tokens = 0
     chunks = [chunk for row in rows for chunk in row.split(chunk_size, dim=1) if chunk.shape[1] > 1]
@@ -60,7 +71,7 @@ def gradient_scales(
 
 @contextmanager
 def _seen(model: Any) -> Iterator[dict[int, tuple[Tensor, Tensor]]]:
-    """Within it every forward leaves here, by layer index, a down-projection's input and output."""
+    """Yields a dict in which every forward pass stores the input and output of each down-projection."""
     found: dict[int, tuple[Tensor, Tensor]] = {}
 
     def noting(index: int) -> Any:

@@ -1,11 +1,12 @@
-"""The start of P from gradients (extension): what a layer has to write so that the model expects the token
-that came next.
+"""Computes an initial P from gradients (extension).
 
-With P random or the identity, what an untrained layer recalls need not be in a form that the layers behind it
-understand, and training has to find the form. One backward pass knows it: where g_t is the gradient of the
-loss of token t + 1 and all later ones at the down-projection's output, -g_t is what should have been added
-there, and P is the least-squares map onto it from the source x_{t+1}, which the look-ahead convolution's next
-tap hands to P.
+With it, a layer writes so that the model expects the token that came next.
+
+If P is random or the identity, the layers above need not understand the reads of an untrained layer.
+Training then has to find a suitable form. One backward pass gives that form. Let g_t be the gradient, at the
+down-projection's output, of the loss of token t + 1 and all later ones. Then -g_t is the vector that should
+have been added there. P is the least-squares map onto it from the source x_{t+1}, which the next tap of the
+look-ahead convolution passes to P.
 """
 
 from __future__ import annotations
@@ -25,14 +26,24 @@ from ..surgery import disable_ttt, fast_weights
 from .activations import probing, seeing
 
 RIDGE = 0.1
-"""Of the least squares, as a fraction of the source's mean variance."""
+"""Ridge of the least squares, as a fraction of the source's mean variance."""
 
 
 def initial_projections(model: Any, rows: Sequence[Tensor], *, progress: bool = False) -> dict[int, Tensor]:
-    """P [d, d] of every TTT layer, float32, from a forward and a backward over each of `rows` of token ids
-    [1, T].
+    """Computes P of every TTT layer, with a forward and a backward pass per row.
 
-    P is as large as the identity: the mean of ‖x P‖² is that of ‖x‖².
+    P has the size of the identity: the mean of ‖x P‖² is that of ‖x‖².
+
+    Args:
+        model: a converted model.
+        rows: token ids [1, T] of a text like those to be read.
+        progress: show a bar on stderr.
+
+    Returns:
+        P, float32 [d, d], by layer index.
+
+    Raises:
+        InPlaceTTTError: if no gradient reaches a layer.
     """
     layers = fast_weights(model)
     slopes: dict[int, Tensor] = {}
@@ -56,8 +67,18 @@ def initial_projections(model: Any, rows: Sequence[Tensor], *, progress: bool = 
 
 
 def least_squares(moment: Tensor, slope: Tensor) -> Tensor:
-    """(M + ρI)⁻¹ B, scaled to the identity's size under M, for the sums M = x xᵀ [d, d] and B = -x gᵀ [d,
-    d]."""
+    """Returns (M + ρI)⁻¹ B, scaled to the identity's size under M.
+
+    Args:
+        moment: the sum M = Σ x xᵀ, float32 [d, d].
+        slope: the sum B = -Σ x gᵀ, float32 [d, d].
+
+    Returns:
+        P, float32 [d, d].
+
+    Raises:
+        InPlaceTTTError: if the gradient is zero.
+    """
     rho = RIDGE * moment.diagonal().mean()
     ridged = moment.double() + rho * torch.eye(len(moment), dtype=torch.float64, device=moment.device)
     proj = torch.cholesky_solve(slope.double(), torch.linalg.cholesky(ridged)) if rho > 0 else slope.double()

@@ -1,4 +1,4 @@
-"""Which rows of texts a calibration reads."""
+"""Selects the rows of texts that a calibration reads."""
 
 from __future__ import annotations
 
@@ -15,22 +15,34 @@ from ..files.text import begins_of, tokens_of
 logger = logging.getLogger(__name__)
 
 ROW = 2048
-"""Tokens of a text that are read at once."""
+"""Number of tokens of a full row."""
 
 _SHORTEST = 16
-"""Tokens of a text's last row: a row counts as much as any other where norms are measured, and a first token
-has one like no other."""
+"""Smallest number of tokens of a text's last row.
+
+In the medians of norms every row counts alike, and the activations of a first token are exceptional.
+"""
 
 _NEAR = 64
-"""No row is begun for the last 64th of the tokens, nor for less than half a row."""
+"""Fraction of the tokens, as a divisor, for which no further row is started.
+
+A further row is not started for less than half a row either.
+"""
 
 
 def calibration_rows(files: Sequence[Path], tokenizer: Any, tokens: int) -> list[tuple[Path, Tensor]]:
-    """Token ids [1, T ≤ ROW], each with its file: about `tokens` in all, in whole rows; fewer, with a
-    warning, where there are no more.
+    """Selects rows of about `tokens` tokens in total.
 
-    One row a text, of texts spread over all of them; where that is too little, of the others too, and then
-    second rows, and so on.
+    It takes one row per text, from texts spread over all of them. If that is too little, it takes the first
+    rows of the other texts too, then second rows, and so on. If the texts hold fewer tokens, it warns.
+
+    Args:
+        files: the texts.
+        tokenizer: the model's tokenizer.
+        tokens: number of tokens to select.
+
+    Returns:
+        Token ids [1, T ≤ ROW] of each row, each with its file.
     """
     stride = max(1, len(files) // max(1, tokens // ROW))
     length = -(-tokens // max(len(files[::stride]), -(-tokens // ROW)))
@@ -54,8 +66,10 @@ def calibration_rows(files: Sequence[Path], tokenizer: Any, tokens: int) -> list
 
 
 def _rows(file: Path, tokenizer: Any, length: int, most: int) -> Iterator[tuple[Path, Tensor]]:
-    """A text's rows, each with what the tokenizer puts before a text; what is behind the first is read when
-    it is asked for."""
+    """Yields a text's rows, each with the special tokens that begin a text.
+
+    The text after the first row is read only if a further row is requested.
+    """
     first = tokens_of(file, tokenizer, length)
     yield file, first
     if first.shape[1] == length:
@@ -66,7 +80,7 @@ def _rows(file: Path, tokenizer: Any, length: int, most: int) -> Iterator[tuple[
 
 
 def _in_turn(texts: Iterable[Iterator[tuple[Path, Tensor]]]) -> Iterator[tuple[Path, Tensor]]:
-    """The first of each, then the second of each that has one, and so on."""
+    """Yields the first row of each text, then the second row of each text that has one, and so on."""
     while True:
         longer = []
         for text in texts:

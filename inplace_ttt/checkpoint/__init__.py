@@ -1,1 +1,1 @@
-"""Converted checkpoints on disk: full, as an adapter, in the public code's format."""
+"""Converted checkpoints on disk: full checkpoints, adapters and the reference code's format."""

@@ -1,4 +1,4 @@
-"""The adapter form: a conversion's new tensors alone, and which base they belong to."""
+"""The adapter format: a conversion's new tensors and a description of their base."""
 
 from __future__ import annotations
 
@@ -18,15 +18,8 @@ from ..files.folders import save_tensors
 from ..files.json_files import read_json, write_json
 from ..files.paths import name_problem
 from ..files.schema import from_values
-from .reading import (
-    ADAPTER_CONFIG,
-    TTT_SHARD,
-    BaseModel,
-    LayerTensors,
-    check_tensors,
-    tensor_names,
-    ttt_config_in,
-)
+from .layer_tensors import LayerTensors, check_tensors
+from .reading import ADAPTER_CONFIG, TTT_SHARD, BaseModel, tensor_names, ttt_config_in
 
 _ADAPTER_FORMAT = 1
 _NAME = re.compile(r"(?P<layer>\d{1,6})\.(?P<kind>[a-z_.]+)")
@@ -34,14 +27,14 @@ _NAME = re.compile(r"(?P<layer>\d{1,6})\.(?P<kind>[a-z_.]+)")
 
 @dataclass(frozen=True)
 class _AdapterBase(BaseModel):
-    """An adapter is of no use without its base's fingerprint."""
+    """The base of an adapter. Its fingerprint is required: an adapter is useless without it."""
 
     fingerprint: str = field(kw_only=True)
 
 
 @dataclass(frozen=True)
 class _Adapter:
-    """The adapter's file; `config` is the TTT config's to check."""
+    """The contents of the adapter file. `InPlaceTTTConfig.from_dict` checks `config`."""
 
     format: int
     config: dict[str, Any]
@@ -51,8 +44,14 @@ class _Adapter:
 def write_adapter(
     folder: Path, config: InPlaceTTTConfig, tensors: LayerTensors, base: Mapping[str, Any]
 ) -> None:
-    """The adapter form: the TTT tensors, and which base they belong to (name, revision, fingerprint of
-    W0)."""
+    """Writes an adapter: the TTT tensors, and the base that they belong to.
+
+    Args:
+        folder: existing folder to write into.
+        config: the TTT config, with the layers as indices.
+        tensors: the new tensors of each TTT layer.
+        base: name or path, revision, and fingerprint of W0.
+    """
     flat = {f"{layer}.{kind}": tensor for layer, pair in tensors.items() for kind, tensor in pair.items()}
     save_tensors(flat, folder / TTT_SHARD)
     write_json(
@@ -65,7 +64,15 @@ def is_adapter(path: str | os.PathLike[str]) -> bool:
 
 
 def read_adapter(path: str | os.PathLike[str]) -> tuple[InPlaceTTTConfig, dict[str, Any], LayerTensors]:
-    """Config, base description and tensors of an adapter folder."""
+    """Reads an adapter folder.
+
+    Returns:
+        The TTT config, the description of the base, and the new tensors of each layer.
+
+    Raises:
+        InPlaceTTTError: if the folder is not an adapter of this version, or its tensors do not fit its
+            config.
+    """
     file = Path(path) / ADAPTER_CONFIG
     values = read_json(file, f"{path} is not an adapter folder")
     if values.get("format") != _ADAPTER_FORMAT:
@@ -80,10 +87,20 @@ def read_adapter(path: str | os.PathLike[str]) -> tuple[InPlaceTTTConfig, dict[s
 
 
 def located(
-    path: str | os.PathLike[str], base: str, remedy: str = "say where it is now by --base, in Python by base="
+    path: str | os.PathLike[str],
+    base: str,
+    remedy: str = "give its new path with --base, in Python with base=",
 ) -> str:
-    """The base that an adapter names. Raises InPlaceTTTError where that was a folder and nothing is there
-    now."""
+    """Returns the base that an adapter names.
+
+    Args:
+        path: the adapter, for the message.
+        base: folder or hub id of the base.
+        remedy: end of the error message.
+
+    Raises:
+        InPlaceTTTError: if the base was a folder and the folder no longer exists.
+    """
     if base.startswith((".", "/", "~")) and not os.path.lexists(base) and name_problem(base) is None:
         raise InPlaceTTTError(f"{path} is an adapter of {base}, which does not exist; {remedy}.")
     return base

@@ -1,4 +1,4 @@
-"""Proof that a fresh conversion computes what its base computes (law L6)."""
+"""Checks that a fresh conversion computes the same logits as its base (law L6)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ TOKENS = 256
 
 
 def max_logit_difference(base: str | os.PathLike[str], converted: str | os.PathLike[str]) -> float:
-    """Largest |logit difference| between two checkpoints over `TOKENS` seeded random tokens, one model in
-    memory at a time.
+    """Returns the largest |logit difference| between two checkpoints.
 
-    Raises InPlaceTTTError for a base whose own logits are not finite.
+    The input is one row of `TOKENS` seeded random tokens. Only one model is in memory at a time.
+
+    Raises:
+        InPlaceTTTError: if the base's own logits are not finite.
     """
     expected = _logits(load_base(base))
     if not expected.isfinite().all():

@@ -1,8 +1,7 @@
-"""The model card of a converted checkpoint, README.md: what the checkpoint is, how it was made, what was
-measured, how to load it.
+"""The model card (README.md) of a converted checkpoint: origin, settings, measurements and use.
 
-Its front matter keeps the facts that its text is made of, so that whoever makes another checkpoint of this
-one hands them on.
+The card's front matter holds the facts that its text is rendered from. The card of a checkpoint that is made
+from this one inherits them.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from ..reports.page import render
 
 CARD = "README.md"
 _CARRIED = ("license", "license_name", "license_link", "language")
-"""Of the card of what a checkpoint was made from."""
+"""Fields copied from the source checkpoint's card."""
 _FACTS = ("calibration", "training", "evaluation", "audit")
 _NUMBERS = {
     "on": "writes on",
@@ -34,10 +33,10 @@ _NUMBERS = {
     "difference": "on - off",
     "document_gain": "document gain: on - with another document's state",
 }
-"""What a card says of an evaluation, in this order."""
+"""Labels of an evaluation's figures, in the order in which a card lists them."""
 SHOWN = tuple(_NUMBERS)
 _NAMED = 4
-"""Files that a card names."""
+"""Number of files that a card names."""
 
 
 def write_card(
@@ -48,14 +47,18 @@ def write_card(
     form: str,
     **facts: Mapping[str, Any] | None,
 ) -> None:
-    """Write the card of a checkpoint that is being made in `folder` from the one in the folder `source`.
+    """Writes the card of a checkpoint that is being made in `folder`.
 
-    base: as config.json has it. form: "full", "adapter", "lora" (PEFT's folder, with conv and P) or
-        "official".
-    facts: tables of plain values, `calibration` (files, tokens, sha256), `training` (steps, tokens_a_step,
-        train, sources, sha256),
-    `evaluation` (documents, and as `Comparison.to_dict`) and `audit` (profile, undeclared, declared). None is
-    for what is not known of the new weights; what is not named the source's card hands on.
+    Args:
+        folder: the new checkpoint.
+        source: folder that the checkpoint is made from, if there is one.
+        config: the TTT config.
+        base: description of the base, as in config.json.
+        form: "full", "adapter", "lora" (PEFT's folder, with conv and P) or "official".
+        facts: tables of plain values. `calibration` has files, tokens and sha256. `training` has steps,
+            tokens_a_step, train, sources and sha256. `evaluation` has documents and the keys of
+            `Comparison.to_dict`. `audit` has profile, undeclared and declared. Pass None for a fact that does
+            not hold for the new weights. A fact that is not passed is copied from the source's card.
     """
     known = {} if source is None else _front_matter(source / CARD)
     before = known.get(MODEL_TYPE) or {}
@@ -80,8 +83,11 @@ def write_card(
 
 
 def add_to_card(folder: str | os.PathLike[str], **facts: Mapping[str, Any]) -> None:
-    """Put facts into the card of a finished checkpoint, in one step. Raises InPlaceTTTError where it has none
-    of ours."""
+    """Adds facts to the card of a finished checkpoint, in one step.
+
+    Raises:
+        InPlaceTTTError: if the folder lacks a card that this package wrote.
+    """
     file = require_card(folder)
     known = _front_matter(file)
     data = ModelCardData(**{key: value for key, value in known.items() if key != MODEL_TYPE})
@@ -91,7 +97,11 @@ def add_to_card(folder: str | os.PathLike[str], **facts: Mapping[str, Any]) -> N
 
 
 def require_card(folder: str | os.PathLike[str]) -> Path:
-    """The card in a folder. Raises InPlaceTTTError where there is none that this package wrote."""
+    """Returns the path of a folder's card.
+
+    Raises:
+        InPlaceTTTError: if the folder lacks a card that this package wrote.
+    """
     file = Path(folder) / CARD
     if not is_card(file):
         raise InPlaceTTTError(
@@ -101,13 +111,13 @@ def require_card(folder: str | os.PathLike[str]) -> Path:
 
 
 def is_card(file: Path) -> bool:
-    """Whether a README.md is a card that this package wrote."""
+    """Returns True if a README.md is a card that this package wrote."""
     facts = _front_matter(file).get(MODEL_TYPE)
     return isinstance(facts, dict) and {"base", "form", "config"} <= facts.keys()
 
 
 def _front_matter(file: Path) -> dict[str, Any]:
-    """A card's metadata; nothing where there is none that can be read."""
+    """Returns a card's metadata; empty if there is none or it cannot be read."""
     if not file.is_file():
         return {}
     try:
@@ -118,12 +128,12 @@ def _front_matter(file: Path) -> dict[str, Any]:
 
 
 def _write(file: Path, card: str) -> None:
-    # names of files may hold bytes that are no text
+    # file names may hold bytes that are not UTF-8
     file.write_text(card, encoding="utf-8", errors="backslashreplace")
 
 
 def _on_hub(name: str) -> bool:
-    """Whether a base's name can be one of a hub: cards name no other."""
+    """Returns True if a base's name can be a hub id. A card names no other base."""
     try:
         validate_repo_id(name)
     except HFValidationError:
@@ -150,7 +160,7 @@ def _card(data: ModelCardData, facts: dict[str, Any], folder: Path) -> str:
 
 
 def _numbers(found: Mapping[str, Any]) -> Iterator[tuple[str, float, float | None]]:
-    """Meaning, value and standard error of what was measured."""
+    """Yields label, value and standard error of each figure of an evaluation."""
     for key, meaning in _NUMBERS.items():
         if (value := found.get(key)) is not None:
             yield (

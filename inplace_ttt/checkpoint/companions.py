@@ -1,5 +1,7 @@
-"""Files beside a checkpoint's weights: tokenizer, templates, generation config, license, code. Everything
-counts that is not a weight."""
+"""Copies the files beside a checkpoint's weights: tokenizer, templates, generation config, license, code.
+
+Every file that does not hold weights counts.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,14 @@ from .reading import ADAPTER_CONFIG, CONFIG, INDEX, WEIGHTS
 
 _GENERATION = "generation_config.json"
 _OTHERS = (CONFIG, INDEX, ADAPTER_CONFIG, SHIM_FILE, "README.md", "*.index.json")
-"""Other files that stay behind: each writer makes its own, and the model card describes the base."""
+"""Files that are not copied: each writer makes its own, and the model card describes the base."""
 
 
 def companions(folder: Path) -> Iterator[Path]:
-    """Files of a model folder that a checkpoint made from it needs too, those in subfolders included; as
-    paths in the folder.
+    """Yields the files of a model folder that a checkpoint made from it also needs.
 
-    Hidden files, weights of any format, and subfolders that are models or checkpoints themselves are left
-    out.
+    The paths are relative to the folder, and include files in subfolders. Hidden files, weights of any
+    format, and subfolders that are models or checkpoints themselves are left out.
     """
     for root, below, names in os.walk(folder):
         here = Path(root)
@@ -40,8 +41,11 @@ def companions(folder: Path) -> Iterator[Path]:
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Copy the companions of `source` that `target` lacks. Raises InPlaceTTTError for a JSON file among them
-    that is broken."""
+    """Copies the companions of `source` that `target` lacks.
+
+    Raises:
+        InPlaceTTTError: if one of them is a broken JSON file.
+    """
     for name in companions(source):
         if (target / name).exists():
             continue
@@ -51,7 +55,7 @@ def copy_companions(source: Path, target: Path) -> None:
 
 
 def _refuse_broken(file: Path) -> None:
-    """Refuse a JSON file that no reader could use, before it is carried along."""
+    """Raises InPlaceTTTError for a JSON file that cannot be used, before it is copied."""
     if file.suffix != ".json":
         return
     try:

@@ -1,4 +1,4 @@
-"""Which weights a session or an adapter belongs to."""
+"""Fingerprints of weights, which tie a session or an adapter to its model."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from ..layer.quantised import readable_parameters
 from ..surgery import fast_weights
 
 PIECE = 1024
-"""Numbers of every other parameter that a fingerprint looks at."""
+"""Number of values that a fingerprint takes from each parameter outside the TTT layers."""
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> str:
-    """sha256 over the values, in order, rounded to bfloat16: a model rounded to that is the same, one that
-    went through float16 is not."""
+    """Returns the sha256 over the tensors' values, in order, rounded to bfloat16.
+
+    A model that was rounded to bfloat16 keeps its fingerprint; one that went through float16 does not.
+    """
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(rounded(tensor).contiguous().view(-1).view(torch.uint8).numpy().data)
@@ -25,15 +27,18 @@ def fingerprint(tensors: Iterable[Tensor]) -> str:
 
 
 def rounded(tensor: Tensor) -> Tensor:
-    """On the CPU, floating point in bfloat16: what is the same for all who load a weight."""
+    """Returns a tensor on the CPU, floating-point values rounded to bfloat16.
+
+    The result does not depend on the dtype in which the weight was loaded.
+    """
     return tensor.detach().to("cpu", torch.bfloat16) if tensor.is_floating_point() else tensor.detach().cpu()
 
 
 def looked_at(model: nn.Module) -> Iterator[tuple[str, Tensor, int | None]]:
-    """Name, value, and how many numbers of it (None: all) of what gives a session its meaning, in order.
+    """Yields the tensors of a fingerprint, in order: name, tensor, number of values to use (None: all).
 
-    W0, conv and P of every TTT layer, all that was measured for it, and a piece of every parameter. Quantised
-    weights are left out.
+    These are W0, conv, P and all measured tensors of every TTT layer, and the start of every parameter.
+    Quantized weights are left out.
     """
     layers = {id(module) for module in fast_weights(model).values()}
     for prefix, module in model.named_modules():
@@ -44,5 +49,5 @@ def looked_at(model: nn.Module) -> Iterator[tuple[str, Tensor, int | None]]:
 
 
 def fingerprint_of(model: nn.Module) -> str:
-    """The fingerprint of a model in memory."""
+    """Returns the fingerprint of a model in memory."""
     return fingerprint(p.detach().reshape(-1)[:most] for _, p, most in looked_at(model))

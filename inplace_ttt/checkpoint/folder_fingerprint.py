@@ -1,4 +1,4 @@
-"""Fingerprints of the model in a folder, without loading it."""
+"""Computes fingerprints of the model in a folder without loading it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from .writing import empty_model
 
 
 def fingerprint_in(folder: str | os.PathLike[str]) -> str:
-    """What `fingerprint_of` gives for the model in a converted folder. Raises InPlaceTTTError for a quantised
-    one."""
+    """Returns `fingerprint_of` for the model in a converted folder.
+
+    Raises:
+        InPlaceTTTError: if the model is quantized.
+    """
     checkpoint = Checkpoint.open(folder)
     if checkpoint.config.get("quantization_config"):
-        raise InPlaceTTTError(
-            f"{folder} is quantised, so that nothing says which weights a session belongs to."
-        )
+        raise InPlaceTTTError(f"{folder} is quantized, so that a session cannot be tied to its weights.")
     _, model = empty_model(checkpoint)
     known = checkpoint.names(model)
     names = ((known[name], most) for name, _, most in looked_at(model))
@@ -30,8 +31,14 @@ def fingerprint_in(folder: str | os.PathLike[str]) -> str:
 
 
 def base_fingerprint_in(folder: str | os.PathLike[str]) -> str:
-    """The fingerprint of what LoRA stands on, the same for a base, its conversion and an adapter: a piece of
-    every weight outside `ttt`."""
+    """Returns the fingerprint of the weights that a LoRA adapter was trained on.
+
+    It covers the start of every weight outside `ttt`. A base, its conversion and an adapter of it therefore
+    have the same one.
+
+    Args:
+        folder: base, converted checkpoint or adapter folder.
+    """
     checkpoint = Checkpoint.open(
         located(folder, read_adapter(folder)[1]["name_or_path"]) if is_adapter(folder) else folder
     )

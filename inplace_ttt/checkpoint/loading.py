@@ -1,4 +1,4 @@
-"""Bases, loaded, and which one a model in memory is."""
+"""Loads bases, and computes the fingerprint of the base of a model in memory."""
 
 from __future__ import annotations
 
@@ -27,8 +27,16 @@ _OF_CONFIG = ("revision", "trust_remote_code", "token", "cache_dir", "local_file
 def fingerprint_of_base(
     model: PreTrainedModel, source: str, revision: str | None, config: InPlaceTTTConfig
 ) -> str | None:
-    """The fingerprint of a loaded base's W0, None where nothing can tell. One that was quantised on disk is
-    looked at there, as it may have been unpacked while it was loaded."""
+    """Returns the fingerprint of a loaded base's W0, or None if it cannot be computed.
+
+    If the base was quantized on disk, its files are read instead. Loading may have unpacked its weights.
+
+    Args:
+        model: the base, converted in memory.
+        source: folder or hub id that it was loaded from.
+        revision: the hub revision, if any.
+        config: the TTT config, whose layers hold W0.
+    """
     on_disk = Checkpoint.here(source, revision)
     if on_disk is not None and on_disk.config.get("quantization_config"):
         return on_disk.fingerprint(plan_conversion(on_disk, config).down_proj.values())
@@ -44,15 +52,20 @@ def fingerprint_of_base(
 
 
 def load_base(path: str | os.PathLike[str], **kwargs: Any) -> PreTrainedModel:
-    """A causal LM in eval mode; whatever transformers has against it becomes one sentence.
+    """Loads a causal LM in eval mode. Errors of transformers become one sentence each.
 
-    Raises InPlaceTTTError for tensors that are missing, or of other shapes than config.json says, and for a
-    checkpoint of the public code, whose fast weights would be dropped.
+    Args:
+        path: model folder or hub id.
+        kwargs: arguments for `AutoModelForCausalLM.from_pretrained`.
+
+    Raises:
+        InPlaceTTTError: if tensors are missing or have other shapes than config.json gives, or if the
+            checkpoint is in the reference code's format, whose fast weights would be dropped.
     """
     if is_folder(path):
         read_config(Path(path))
     anyway = kwargs.pop("ignore_mismatched_sizes", False)
-    with reported(f"cannot load {path}"):  # transformers' own refusal names neither tensor nor shape
+    with reported(f"cannot load {path}"):  # transformers' own error names neither tensor nor shape
         config = kwargs.get("config") or AutoConfig.from_pretrained(
             path, **{key: kwargs[key] for key in _OF_CONFIG if key in kwargs}
         )
@@ -62,11 +75,10 @@ def load_base(path: str | os.PathLike[str], **kwargs: Any) -> PreTrainedModel:
         )
     if (others := sorted(found["mismatched_keys"])) and not anyway:
         name, has, wants = others[0]
-        more = f" ({len(others) - 1} more are others)" if len(others) > 1 else ""
+        more = f" ({len(others) - 1} more differ)" if len(others) > 1 else ""
         raise InPlaceTTTError(
-            f"cannot load {path}: {name} is {list(has)}, and its config.json says {list(wants)}{more}; "
-            "take config and weights of one "
-            "checkpoint."
+            f"cannot load {path}: {name} is {list(has)}, but its config.json gives {list(wants)}{more}; "
+            "use config and weights of one checkpoint."
         )
     refuse_lack(model, found["missing_keys"])
     refuse_official(str(path), found["unexpected_keys"])
@@ -76,11 +88,11 @@ def load_base(path: str | os.PathLike[str], **kwargs: Any) -> PreTrainedModel:
 def _refuse_more_than_stored(
     path: str | os.PathLike[str], config: PreTrainedConfig, trust_remote_code: bool | None
 ) -> None:
-    """Refuse a config.json of a far larger model than the weights beside it.
+    """Raises InPlaceTTTError if config.json describes a far larger model than the weights beside it.
 
     transformers would first allocate and initialize every parameter that the files lack.
     """
-    # which parts a model from its first tensor on, and builds none without weights
+    # ZeRO-3 shards a model as it is built, and cannot build one without weights
     if is_deepspeed_zero3_enabled():
         return
     stored = (
@@ -96,6 +108,6 @@ def _refuse_more_than_stored(
     if parameters > stored * (8 if getattr(config, "quantization_config", None) else 1):
         raise InPlaceTTTError(
             f"cannot load {path}: its config.json describes {parameters:,} parameters, and its weights "
-            f"take {stored:,} bytes; take config "
-            "and weights of one checkpoint."
+            f"take {stored:,} bytes; use "
+            "config and weights of one checkpoint."
         )

@@ -1,4 +1,4 @@
-"""What a run with `trainable: lora` leaves: a PEFT adapter, which holds LoRA, conv and P."""
+"""Reads and writes the output of `trainable: lora`: a PEFT adapter with LoRA, conv and P."""
 
 from __future__ import annotations
 
@@ -21,17 +21,27 @@ _BASE = "inplace_ttt_base.json"
 
 @dataclass(frozen=True)
 class _Base:
-    """What a run writes beside its adapter. fingerprint: of the weights that it was trained on, as
-    `base_fingerprint_in` gives it; ttt: the conversion that the run made of them, none where they were
-    converted already."""
+    """The base of a PEFT adapter, as the training run records it.
+
+    Attributes:
+        fingerprint: of the weights that the adapter was trained on, as `base_fingerprint_in` computes it.
+        ttt: the conversion that the run made of them; None if they were already converted.
+    """
 
     fingerprint: str
     ttt: InPlaceTTTConfig | None = None
 
 
 def tie_to_base(folder: Path, fingerprint: str, surgery: InPlaceTTTConfig | None) -> None:
-    """Write beside an adapter of PEFT which weights it belongs to, and how the run converted them, if it
-    did."""
+    """Records beside a PEFT adapter the fingerprint of its base.
+
+    If the run converted the base, the TTT config is recorded too.
+
+    Args:
+        folder: the adapter.
+        fingerprint: of the base, as `base_fingerprint_in` computes it.
+        surgery: TTT config of the conversion; None if the base was already converted.
+    """
     write_json(
         folder / _BASE,
         {"fingerprint": fingerprint, **({} if surgery is None else {"ttt": surgery.to_dict()})},
@@ -39,7 +49,11 @@ def tie_to_base(folder: Path, fingerprint: str, surgery: InPlaceTTTConfig | None
 
 
 def base_of(path: str | os.PathLike[str], base: str | None = None) -> str:
-    """The folder that a PEFT adapter stands on: `base`, or the one that it names."""
+    """Returns the folder of a PEFT adapter's base: `base` if given, else the one that the adapter names.
+
+    Raises:
+        InPlaceTTTError: if the adapter names no base, or a folder that does not exist.
+    """
     if base is not None:
         return base
     named = read_json(Path(path) / PEFT_CONFIG, f"{path} is not an adapter of PEFT").get(
@@ -53,31 +67,37 @@ def base_of(path: str | os.PathLike[str], base: str | None = None) -> str:
 
 
 def standing_on(path: str | os.PathLike[str], base: str | None = None) -> tuple[str, InPlaceTTTConfig | None]:
-    """`base_of`, and the conversion that it still needs. Raises InPlaceTTTError for other weights than the
-    adapter was trained on.
+    """Returns `base_of`, and the TTT config of the conversion that the base still needs (None: none).
 
-    An adapter that no run of ours wrote says neither of its weights nor of a conversion.
+    An adapter from another program records neither a fingerprint nor a conversion; then the config is None.
+
+    Raises:
+        InPlaceTTTError: if the base's weights are not those that the adapter was trained on.
     """
     source, file = base_of(path, base), Path(path) / _BASE
     if not file.exists():
         return source, None
-    known = from_values(_Base, read_json(file, f"{path} does not say what it was trained on"), str(file))
+    known = from_values(
+        _Base, read_json(file, f"{path} does not name the weights it was trained on"), str(file)
+    )
     if (found := base_fingerprint_in(source)) != known.fingerprint:
         raise InPlaceTTTError(
             f"{path} was trained on other weights than {source} (fingerprint {known.fingerprint[:12]}…, "
             f"found {found[:12]}…); load it "
-            "onto those."
+            "onto those weights."
         )
     converted = is_adapter(source) or Checkpoint.open(source).section is not None
     return source, None if converted else known.ttt
 
 
 def merged(model: PreTrainedModel, path: str | os.PathLike[str]) -> PreTrainedModel:
-    """The converted model with a PEFT adapter's LoRA added to its weights, and the adapter's conv and P in
-    place of its own.
+    """Returns the converted model with a PEFT adapter merged into it.
 
-    Raises InPlaceTTTError for an adapter that lacks tensors of what its config adapts, or has others that the
-    model has no place for.
+    LoRA is added to the weights. The adapter's conv and P replace the model's.
+
+    Raises:
+        InPlaceTTTError: if PEFT is not installed, the adapter lacks tensors of modules that it adapts, or it
+            has tensors for modules that the model lacks.
     """
     try:
         from peft import PeftModel, get_peft_model_state_dict
@@ -91,10 +111,10 @@ def merged(model: PreTrainedModel, path: str | os.PathLike[str]) -> PreTrainedMo
         adapted = PeftModel.from_pretrained(model, str(path))
         wanted = get_peft_model_state_dict(adapted, save_embedding_layers=False).keys()
     for names, problem in (
-        (wanted - held, "lacks {} tensors of what it adapts"),
+        (wanted - held, "lacks {} tensors of the modules it adapts"),
         (held - wanted - adapted.state_dict().keys(), "has {} tensors that its base has no place for"),
     ):
-        if names:  # PEFT warns of the first, and passes over the second
+        if names:  # PEFT only warns of the first and ignores the second
             raise InPlaceTTTError(
                 f"{path} {problem.format(len(names))} ({min(names)}, …); copy it again, or load it onto "
                 "its own base."

@@ -1,5 +1,7 @@
-"""Map the tensors of a checkpoint to the parameters of a model: transformers renames the tensors of many
-families as it loads them."""
+"""Maps the tensors of a checkpoint to the parameters of a model.
+
+transformers renames the tensors of many families when it loads them.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,11 @@ from ..errors import InPlaceTTTError
 
 
 class TensorNames(dict[str, str]):
-    """Parameter of a model -> name of its tensor in a checkpoint. A parameter without a tensor raises
-    InPlaceTTTError."""
+    """Parameter of a model -> name of its tensor in a checkpoint.
+
+    Raises:
+        InPlaceTTTError: on access to a parameter without a tensor.
+    """
 
     def __init__(self, names: Iterable[str], model: PreTrainedModel, checkpoint: str) -> None:
         super().__init__({parameter: name for name, parameter in parameters(names, model).items()})
@@ -32,15 +37,19 @@ class TensorNames(dict[str, str]):
 
 
 def parameters(names: Iterable[str], model: PreTrainedModel) -> dict[str, str]:
-    """Tensor -> the parameter that `from_pretrained` loads it into, by transformers' own rules, in their
-    order.
+    """Returns tensor -> the parameter that `from_pretrained` loads it into.
 
-    A tensor that is merged with others into one parameter (of routed experts) keeps a name of its own.
+    It applies transformers' own rules in their order. A tensor that is merged with others into one parameter
+    (of routed experts) keeps its own name.
+
+    Args:
+        names: tensors of a checkpoint.
+        model: the model, on any device.
     """
     renamings = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
     held, prefix = model.state_dict(), model.base_model_prefix
     found = {}
-    for name in sorted(names, key=dot_natural_key):  # some rules hold only after another one has
+    for name in sorted(names, key=dot_natural_key):  # some rules apply only after another one has
         parameter, _ = rename_source_key(name, renamings, [], prefix, held)
         if parameter not in held and name in held:
             parameter = name
@@ -51,7 +60,9 @@ def parameters(names: Iterable[str], model: PreTrainedModel) -> dict[str, str]:
 
 
 def is_computed(parameter: str, model: PreTrainedModel) -> bool:
-    """True where `from_pretrained` computes a parameter from its tensors (transposes, splits, merges) instead
-    of copying it."""
+    """Returns True if `from_pretrained` computes a parameter from its tensors instead of copying it.
+
+    It computes by transposing, splitting or merging them.
+    """
     rules = (rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightConverter))
     return any(rule.reverse_transform().rename_source_key(parameter)[1] is not None for rule in rules)

@@ -1,8 +1,8 @@
-"""The public reference implementation's checkpoint format, in and out.
+"""Reads and writes the checkpoint format of the reference code.
 
-Its config.json has `ttt_mode, ttt_layers, ttt_proj, ttt_lr, ttt_chunk, ttt_target` beside a stock model_type;
-its tensors stand beside each MLP's: `ttt_conv.weight` [d, 1, k] and `ttt_proj.weight` [d, d], used
-untransposed as here. Forks add keys and tensors of their own; what is not known is refused.
+Its config.json has `ttt_mode, ttt_layers, ttt_proj, ttt_lr, ttt_chunk, ttt_target` beside a stock model_type.
+Each TTT layer's MLP has two more tensors: `ttt_conv.weight` [d, 1, k] and `ttt_proj.weight` [d, d], used
+untransposed as here. Forks add their own keys and tensors. Unknown keys and tensors are refused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from ..config import InPlaceTTTConfig
 from ..converted_config import of_the_base
 from ..errors import InPlaceTTTError, shown
 from ..files.json_files import write_json
-from .reading import CONFIG, Checkpoint, LayerTensors, check_tensors, ttt_config_in
+from .layer_tensors import LayerTensors, check_tensors
+from .reading import CONFIG, Checkpoint, ttt_config_in
 from .writing import ConversionPlan, carry_over, plan_conversion
 
 _MODEL_TYPES = ("llama", "qwen3")
@@ -34,26 +35,35 @@ def is_official_tensor(name: str) -> bool:
 
 
 def refuse_official(path: str, tensors: Iterable[str]) -> None:
-    """Refuse to take a checkpoint of the public code for a base, without what its fast weights were trained
-    to."""
+    """Raises InPlaceTTTError if a checkpoint in the reference format is used as a base.
+
+    Its trained fast weights would be lost.
+
+    Args:
+        path: the checkpoint, for the message.
+        tensors: names of its tensors.
+    """
     if any(map(is_official_tensor, tensors)):
         raise InPlaceTTTError(
-            f"{path} has fast weights of the public code, which would be lost; take inplace-ttt "
-            "import-official."
+            f"{path} has fast weights of the reference code, which would be lost; run inplace-ttt "
+            "import-official first."
         )
 
 
 def refuse_unknown(checkpoint: Checkpoint, keys: Iterable[str], layers: Iterable[int], whose: str) -> None:
-    """Refuse what the import would drop: settings of a fork, and TTT tensors of other kinds or of layers that
-    are not named.
+    """Refuses a checkpoint with settings or tensors that the import would drop.
 
-    A key without a value (null) sets nothing and passes.
+    These are settings of a fork, TTT tensors of other kinds, and TTT tensors of layers that config.json does
+    not name. A key without a value (null) sets nothing and passes.
 
     Args:
-        checkpoint: in the public format.
+        checkpoint: in the reference format.
         keys: `ttt_*` keys of config.json that the import maps.
         layers: TTT layers that config.json names.
-        whose: code that the format belongs to.
+        whose: code that the format belongs to, for the message.
+
+    Raises:
+        InPlaceTTTError: naming the first such key or tensor.
     """
     values, name, named = checkpoint.config, checkpoint.name, set(layers)
     known = set(keys)
@@ -61,8 +71,7 @@ def refuse_unknown(checkpoint: Checkpoint, keys: Iterable[str], layers: Iterable
         if "ttt" in key.lower() and key not in known and values[key] is not None:
             raise InPlaceTTTError(
                 f"{name} has {key} {shown(values[key])} in its config.json, which {whose} does not have; "
-                "import-official cannot keep what "
-                "it changes, so take it out only if its value changes nothing."
+                "import-official cannot keep its effect; remove the key only if its value changes nothing."
             )
     for tensor in sorted(checkpoint.weight_map):
         if "ttt" not in tensor.lower():
@@ -75,15 +84,21 @@ def refuse_unknown(checkpoint: Checkpoint, keys: Iterable[str], layers: Iterable
         if int(match["layer"]) not in named:
             raise InPlaceTTTError(
                 f"{name} has {tensor}, and ttt_layers in its config.json does not name layer "
-                f"{match['layer']}; take config.json from the "
-                "training run."
+                f"{match['layer']}; use the training run's "
+                "config.json."
             )
 
 
 @dataclasses.dataclass(frozen=True)
 class Imported:
-    """An official checkpoint, read: the base it stands on, the plan, the tensors under our names, and layers
-    it ignored."""
+    """A checkpoint that was read from the format of another package.
+
+    Attributes:
+        checkpoint: its base, without the `ttt_*` keys.
+        plan: the conversion of that base.
+        tensors: the new tensors under the names of this package.
+        ignored_layers: TTT layers in its config that the model does not have.
+    """
 
     checkpoint: Checkpoint
     plan: ConversionPlan
@@ -92,19 +107,25 @@ class Imported:
 
 
 def read_official(checkpoint: Checkpoint) -> Imported:
-    """Read an official checkpoint. Layers beyond the model, which its code ignores silently, come back in the
-    report."""
+    """Reads a checkpoint in the reference format.
+
+    TTT layers beyond the model's last layer, which the reference code ignores silently, are returned in
+    `ignored_layers`.
+
+    Raises:
+        InPlaceTTTError: if it is not such a checkpoint, or has settings that this package cannot represent.
+    """
     values = checkpoint.config
     if not any(is_official_tensor(name) for name in checkpoint.weight_map):
         raise InPlaceTTTError(
-            f"{checkpoint.name} has no ttt_conv or ttt_proj tensors; it is not a checkpoint of the public "
-            "code."
+            f"{checkpoint.name} has no ttt_conv or ttt_proj tensors; it is not a checkpoint of the "
+            "reference code."
         )
     layers, ignored = layers_named(checkpoint)
     target = values.get("ttt_target", "hidden_states")
     if not isinstance(target, str) or target not in _TARGETS:
         raise InPlaceTTTError(
-            f"{checkpoint.name} has ttt_target {shown(target)}; known are {', '.join(_TARGETS)}."
+            f"{checkpoint.name} has ttt_target {shown(target)}; it must be one of {', '.join(_TARGETS)}."
         )
     found = {i: _tensors_of(checkpoint, i, bool(values.get("ttt_proj", True))) for i in layers}
     config = ttt_config_in(
@@ -118,7 +139,7 @@ def read_official(checkpoint: Checkpoint) -> Imported:
         checkpoint.folder / CONFIG,
     )
     check_tensors(found, config, checkpoint.name)
-    refuse_unknown(checkpoint, KEYS, [*layers, *ignored], "the public code")
+    refuse_unknown(checkpoint, KEYS, [*layers, *ignored], "the reference code")
     base = dataclasses.replace(
         checkpoint, config={key: value for key, value in values.items() if key not in KEYS}
     )
@@ -127,12 +148,16 @@ def read_official(checkpoint: Checkpoint) -> Imported:
 
 
 def layers_named(checkpoint: Checkpoint) -> tuple[list[int], list[int]]:
-    """The TTT layers that a public config.json names: those of the model, and those beyond it."""
+    """Returns the TTT layers that a reference config.json names: those of the model, and those beyond it.
+
+    Raises:
+        InPlaceTTTError: if the `ttt_*` keys or the number of layers are missing or invalid.
+    """
     values = checkpoint.config
     if "ttt_layers" not in values:
         raise InPlaceTTTError(
-            f"{checkpoint.name} has TTT tensors, but its config.json no ttt_layers; take config.json from "
-            "the training run."
+            f"{checkpoint.name} has TTT tensors, but no ttt_layers in its config.json; use the training "
+            "run's config.json."
         )
     for name in ("ttt_mode", "ttt_proj"):
         if not isinstance(values.get(name, True), bool):
@@ -141,8 +166,8 @@ def layers_named(checkpoint: Checkpoint) -> tuple[list[int], list[int]]:
             )
     if values.get("ttt_mode") is False:
         raise InPlaceTTTError(
-            f"{checkpoint.name} has ttt_mode false: its code runs it as the plain model; set it to true to "
-            "mean otherwise."
+            f"{checkpoint.name} has ttt_mode false: the reference code then runs the plain model; set it "
+            "to true to import the fast weights."
         )
     named, count = values["ttt_layers"], values.get("num_hidden_layers")
     if not isinstance(named, list) or not named or not all(type(i) is int and i >= 0 for i in named):
@@ -158,8 +183,8 @@ def layers_named(checkpoint: Checkpoint) -> tuple[list[int], list[int]]:
     ignored = [i for i in named if i >= count]
     if not layers:
         raise InPlaceTTTError(
-            f"{checkpoint.name} names only layers {ignored}, the model has {count}: its code runs it as "
-            "the plain model."
+            f"{checkpoint.name} names only layers {ignored}, the model has {count}: the reference code "
+            "then runs the plain model."
         )
     return layers, ignored
 
@@ -168,12 +193,13 @@ def _tensors_of(checkpoint: Checkpoint, layer: int, has_proj: bool) -> dict[str,
     wanted = [f"{_prefix(layer)}conv.weight"] + [f"{_prefix(layer)}proj.weight"] * has_proj
     if missing := [name for name in wanted if name not in checkpoint.weight_map]:
         raise InPlaceTTTError(
-            f"{checkpoint.name} lists TTT layer {layer} but has no {missing[0]}: half a checkpoint."
+            f"{checkpoint.name} lists TTT layer {layer} but has no {missing[0]}; the checkpoint "
+            "is incomplete."
         )
     conv = checkpoint.tensor(wanted[0])
     if conv.ndim != 3:
         raise InPlaceTTTError(
-            f"{checkpoint.name}: {wanted[0]} is {list(conv.shape)}, a convolution is [d, 1, taps]."
+            f"{checkpoint.name}: {wanted[0]} is {list(conv.shape)}, a convolution must be [d, 1, taps]."
         )
     proj = checkpoint.tensor(wanted[1]) if has_proj else torch.eye(conv.shape[0], dtype=conv.dtype)
     return {"conv": conv, "proj": proj}
@@ -184,7 +210,11 @@ def _prefix(layer: int) -> str:
 
 
 def write_official(folder: Path, checkpoint: Checkpoint) -> None:
-    """A converted full checkpoint in the official format; refuses what its code cannot express."""
+    """Writes a converted full checkpoint in the reference format.
+
+    Raises:
+        InPlaceTTTError: if the reference code cannot represent the checkpoint's settings.
+    """
     config = checkpoint.ttt_config
     assert checkpoint.section is not None
     base_type = checkpoint.section["base_model_type"]
@@ -199,7 +229,7 @@ def write_official(folder: Path, checkpoint: Checkpoint) -> None:
 
 
 def official_keys(config: InPlaceTTTConfig) -> Mapping[str, Any]:
-    """The `ttt_*` keys of the official config.json."""
+    """Returns the `ttt_*` keys of a config.json in the reference format."""
     target = next(theirs for theirs, ours in _TARGETS.items() if ours == config.target)
     values = (True, list(config.layers), True, config.eta, config.chunk_size, target)
     return dict(zip(KEYS, values, strict=True))
@@ -207,17 +237,17 @@ def official_keys(config: InPlaceTTTConfig) -> Mapping[str, Any]:
 
 def _refuse_inexpressible(config: InPlaceTTTConfig, base_type: str) -> None:
     reasons = {
-        f"its code knows {' and '.join(_MODEL_TYPES)} only, this is a {base_type}": base_type
+        f"its code supports {' and '.join(_MODEL_TYPES)} only, this is a {base_type}": base_type
         not in _MODEL_TYPES,
         "its convolution is symmetric, this one is causal": config.conv == "causal",
-        "its targets have a convolution, these have none": config.conv == "next",
-        "its targets are made by a convolution, these are loss gradients": config.target == "gradient",
-        "it has one eta for all layers, this one has one a layer": isinstance(config.eta, tuple),
-        "it has no delta clip": config.clip is not None,
+        "its targets have a convolution, these do not": config.conv == "next",
+        "its targets come from a convolution, these are loss gradients": config.target == "gradient",
+        "it has one eta for all layers, this one has one per layer": isinstance(config.eta, tuple),
+        "it does not clip updates": config.clip is not None,
         "it has neither whitened keys nor normalized targets": config.whitening is not None
         or config.normalize_targets,
-        "its gradients pass through the target into its source, those of this one do not": config.detach_target,
-        "its generated tokens write, those of this one do not": not config.update_on_decode,
+        "its gradients pass through the target into its source, here they do not": config.detach_target,
+        "its generated tokens write, here they do not": not config.update_on_decode,
     }
     if held := [reason for reason, holds in reasons.items() if holds] + config.rule.beyond_reference_format():
         raise InPlaceTTTError(f"the official format cannot hold this checkpoint: {'; '.join(held)}.")

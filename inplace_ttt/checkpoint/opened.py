@@ -1,4 +1,4 @@
-"""Opens a model by the path that a user gives: all weights, our adapter, or an adapter of PEFT."""
+"""Opens a model by the path that a user gives: a full checkpoint, an adapter, or a PEFT adapter."""
 
 from __future__ import annotations
 
@@ -16,16 +16,23 @@ from ..config import InPlaceTTTConfig
 from ..errors import InPlaceTTTError, reported
 from ..surgery import convert, fast_weights
 from .adapter import is_adapter, located, read_adapter
+from .layer_tensors import LayerTensors
 from .loading import fingerprint_of_base, load_base
 from .lora import base_of, merged, standing_on
-from .reading import Checkpoint, LayerTensors, is_peft_adapter
+from .reading import Checkpoint, is_peft_adapter
 from .writing import ConversionPlan, describe_base, empty_model, plan_conversion
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """The facts of a converted model, read without its weights. base: the description of its base; model: on
-    the meta device."""
+    """The facts of a converted model, read without its weights.
+
+    Attributes:
+        config: the TTT config.
+        base: description of its base.
+        tensors: the new tensors of each TTT layer.
+        model: the converted model on the meta device.
+    """
 
     config: InPlaceTTTConfig
     base: Any
@@ -35,7 +42,13 @@ class Conversion:
 
 @dataclass(frozen=True)
 class Opened(ABC):
-    """A model at `path`. given_base: where an adapter's base is now, if it was moved."""
+    """A model at `path`.
+
+    Attributes:
+        path: folder or hub id.
+        given_base: present place of an adapter's base, if it was moved.
+        form: "full", "adapter" or "lora".
+    """
 
     path: str
     given_base: str | None = None
@@ -44,12 +57,12 @@ class Opened(ABC):
 
     @property
     def tokenizer_source(self) -> str:
-        """Where its tokenizer is."""
+        """The folder or hub id of its tokenizer."""
         return self.path
 
     @property
     def folder(self) -> Path:
-        """Its files on this machine."""
+        """The folder of its files on this machine."""
         return Path(self.path)
 
     @property
@@ -59,28 +72,38 @@ class Opened(ABC):
 
     @property
     def declared_deviations(self) -> Sequence[Any]:
-        """The deviations that the folder declares for the audit. Raises InPlaceTTTError for half a
-        checkpoint."""
+        """The deviations that the folder declares for the audit.
+
+        Raises:
+            InPlaceTTTError: if the checkpoint is incomplete.
+        """
         return ()
 
     @abstractmethod
     def conversion(self) -> Conversion:
-        """Reads config, base and new tensors, without the base's weights. Raises InPlaceTTTError if it is not
-        converted."""
+        """Reads config, base and new tensors, without the base's weights.
+
+        Raises:
+            InPlaceTTTError: if the model is not converted.
+        """
 
     @abstractmethod
     def load(self, **kwargs: Any) -> PreTrainedModel:
-        """Loads the converted model in eval mode; kwargs as for `AutoModelForCausalLM.from_pretrained`."""
+        """Loads the converted model in eval mode.
+
+        Args:
+            kwargs: arguments for `AutoModelForCausalLM.from_pretrained`.
+        """
 
 
 class Full(Opened):
-    """All weights: a base, a converted checkpoint, or one in the reference code's format."""
+    """A full checkpoint: a base, a converted checkpoint, or one in the reference code's format."""
 
     form = "full"
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
-        """Its files, headers read."""
+        """Its files, with the headers read."""
         return Checkpoint.open(self.path)
 
     @property
@@ -93,7 +116,7 @@ class Full(Opened):
 
     @property
     def declared_deviations(self) -> Sequence[Any]:
-        self.checkpoint.ttt_config  # noqa: B018 - refuses what is not converted
+        self.checkpoint.ttt_config  # noqa: B018 - raises if not converted
         self.checkpoint.ttt_tensors()
         declared = (self.checkpoint.section or {}).get("declared_deviations", ())
         if not isinstance(declared, (list, tuple)):
@@ -107,19 +130,19 @@ class Full(Opened):
         return Conversion(config, self.described_base or None, tensors, empty_model(self.checkpoint)[1])
 
     def load(self, **kwargs: Any) -> PreTrainedModel:
-        self.checkpoint.ttt_config  # noqa: B018 - refuses what is not converted
+        self.checkpoint.ttt_config  # noqa: B018 - raises if not converted
         self.checkpoint.require_ttt_dtypes()
         return load_base(self.path, **kwargs)
 
 
 class Adapter(Opened):
-    """Ours: a conversion's new tensors, and which base they belong to."""
+    """An adapter of this package: a conversion's new tensors and a description of their base."""
 
     form = "adapter"
 
     @cached_property
     def read(self) -> tuple[InPlaceTTTConfig, dict[str, Any], LayerTensors]:
-        """Config, description of the base, and tensors."""
+        """Its TTT config, the description of its base, and its tensors."""
         return read_adapter(self.path)
 
     @property
@@ -132,11 +155,15 @@ class Adapter(Opened):
 
     @property
     def base(self) -> str:
-        """Where its base is. Raises InPlaceTTTError where nothing is there."""
+        """The folder or hub id of its base.
+
+        Raises:
+            InPlaceTTTError: if the base was a folder that no longer exists.
+        """
         return self.given_base or located(self.path, self.read[1]["name_or_path"])
 
     def planned(self) -> tuple[Checkpoint, ConversionPlan]:
-        """Its base, and what the adapter makes of it."""
+        """Returns its base and the plan of the base's conversion."""
         checkpoint = Checkpoint.open(self.base)
         return checkpoint, plan_conversion(checkpoint, self.read[0])
 
@@ -173,7 +200,7 @@ class Adapter(Opened):
 
 
 class Lora(Opened):
-    """An adapter of PEFT, as a run with `trainable: lora` leaves it."""
+    """A PEFT adapter, as a run with `trainable: lora` writes it."""
 
     form = "lora"
 
@@ -206,9 +233,14 @@ class Lora(Opened):
 
 
 def open_model(path: str | os.PathLike[str], base: str | None = None) -> Full | Adapter | Lora:
-    """Opens a path by the files in it. base: where an adapter's base is now, if it was moved.
+    """Returns the model at a path, its kind determined by the files there.
 
-    Raises InPlaceTTTError if a base is given beside a model with all of its weights.
+    Args:
+        path: model folder, adapter folder or hub id.
+        base: present place of an adapter's base, if it was moved.
+
+    Raises:
+        InPlaceTTTError: if a base is given for a full checkpoint.
     """
     if is_peft_adapter(path):
         return Lora(str(path), base)
@@ -222,12 +254,17 @@ def open_model(path: str | os.PathLike[str], base: str | None = None) -> Full | 
 
 
 def load(path: str | os.PathLike[str], *, base: str | None = None, **kwargs: Any) -> PreTrainedModel:
-    """Load a converted model, in eval mode: a full checkpoint; or an adapter folder, ours or PEFT's, onto its
-    base.
+    """Loads a converted model in eval mode: a full checkpoint, or an adapter (also PEFT's) onto its base.
 
-    LoRA of a PEFT adapter is merged into the weights. base: another place of an adapter's base. kwargs: as
-    for `AutoModelForCausalLM.from_pretrained` (dtype, device_map, …). A vision-language checkpoint is loaded
-    with its vision tower. Raises InPlaceTTTError when the folder is not converted, incomplete, or the base's
-    weights are others.
+    LoRA of a PEFT adapter is merged into the weights. A vision-language checkpoint is loaded with its vision
+    tower.
+
+    Args:
+        path: converted checkpoint or adapter folder.
+        base: present place of an adapter's base, if it was moved.
+        kwargs: arguments for `AutoModelForCausalLM.from_pretrained` (dtype, device_map, …).
+
+    Raises:
+        InPlaceTTTError: if the folder is not converted or incomplete, or the base has other weights.
     """
     return open_model(path, base).load(**kwargs)

@@ -1,4 +1,4 @@
-"""A checkpoint folder, read without loading it."""
+"""Reads a checkpoint folder without loading the model."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from ..files.json_files import read_json
 from ..files.manifest import recorded, refuse_changed_link
 from ..files.paths import name_problem, refuse_pipes_in, require_regular
 from ..files.schema import Open, from_values
-from ..layer.quantised import parameter_dtype
 from .fingerprint import fingerprint
+from .layer_tensors import LayerTensors, check_tensors, require_numbers
 from .names import TensorNames
 
 TTT_SHARD = "inplace_ttt.safetensors"
@@ -34,46 +34,22 @@ CONFIG = "config.json"
 PEFT_CONFIG = "adapter_config.json"
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+# fmt: off
 WEIGHTS = (
-    *(
-        "*.safetensors",
-        "*.bin",
-        "*.pt",
-        "*.pth",
-        "*.ckpt",
-        "*.h5",
-        "*.msgpack",
-        "*.gguf",
-        "*.npz",
-        "*.ot",
-        "*.tflite",
-        "*.pb",
-    ),
-    *(
-        "*.onnx",
-        "*.onnx_data",
-        "*.onnx.data",
-        "*.mlmodel",
-        "*.mlpackage/*",
-        "*.distcp",
-        "*.zip",
-        "*.tar",
-        "*.gz",
-    ),
+    *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.npz", "*.ot",
+      "*.tflite", "*.pb"),
+    *("*.onnx", "*.onnx_data", "*.onnx.data", "*.mlmodel", "*.mlpackage/*", "*.distcp", "*.zip", "*.tar",
+      "*.gz"),
 )
-"""Patterns of files that hold weights or states, in whatever format."""
+# fmt: on
+"""Patterns of files that hold weights or states, in any format."""
 _BLOCK_BYTES = 1 << 24
 _TTT_NAME = re.compile(r"\.(?P<layer>\d+)\.(?:[^.]+\.)*?(?P<ttt>ttt\.(?P<kind>[\w.]+))$")
-
-LayerTensors = dict[int, dict[str, Tensor]]
-"""TTT layer -> its new tensors: conv [d, 1, k], proj [d, d], and those of the extensions
-(`TargetGenerator`)."""
 
 
 @dataclass(frozen=True)
 class BaseModel(Open):
-    """Which base a conversion stands on. fingerprint: of its W0, as `fingerprint` gives it; None where
-    nothing is known of it."""
+    """The base of a conversion, with the fingerprint of its W0 (None if unknown)."""
 
     name_or_path: str
     revision: str | None = None
@@ -82,14 +58,14 @@ class BaseModel(Open):
 
 @dataclass(frozen=True)
 class _Config(Open):
-    """The keys of config.json that we read before transformers does; it checks the others."""
+    """The keys of config.json that are read before transformers reads it; it checks the others."""
 
     architectures: list[str] | None = None
 
 
 @dataclass(frozen=True)
 class _Section(Open):
-    """The `inplace_ttt` section of config.json; `config` is the TTT config's to check."""
+    """The `inplace_ttt` section of config.json. `InPlaceTTTConfig.from_dict` checks `config`."""
 
     base_model_type: str
     config: dict[str, Any]
@@ -103,25 +79,30 @@ class _Index(Open):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint folder: its config.json and which file holds which tensor. Reads headers only."""
+    """A checkpoint folder: its config.json and the file of each tensor. Opening it reads headers only."""
 
     folder: Path
-    name: str  # what the user called it: a path or a hub id
+    name: str  # as the user gave it: a path or a hub id
     revision: str | None
     config: dict[str, Any]
     weight_map: dict[str, str]
 
     @classmethod
     def open(cls, source: str | os.PathLike[str]) -> Checkpoint:
-        """A folder or a hub id. Raises InPlaceTTTError when it is no safetensors checkpoint, or a corrupt
-        one."""
+        """Opens a folder or a hub id.
+
+        Raises:
+            InPlaceTTTError: if it is not a safetensors checkpoint, or a corrupt one.
+        """
         folder, revision = _resolve(source)
         return cls._in(folder, str(source), revision)
 
     @classmethod
     def here(cls, source: str, revision: str | None) -> Checkpoint | None:
-        """A folder, or what the hub's cache holds of an id, without the network; None where that is no
-        checkpoint of safetensors."""
+        """Opens a folder, or a hub id's snapshot in the local cache, without the network.
+
+        Returns None if that is not a safetensors checkpoint.
+        """
         try:
             folder = (
                 source
@@ -130,7 +111,7 @@ class Checkpoint:
             )
             return cls._in(Path(folder), source, revision)
         except (InPlaceTTTError, OSError, ValueError):
-            # other weights, as .bin; nothing in the cache; no id at all
+            # weights in another format (.bin), not in the cache, or not a valid id
             return None
 
     @classmethod
@@ -149,8 +130,7 @@ class Checkpoint:
 
     @contextmanager
     def _file_of(self, name: str) -> Iterator[Any]:
-        """The safetensors file that holds a tensor; what the library or torch has against it becomes one
-        sentence."""
+        """Opens the safetensors file of a tensor. Its errors become one sentence."""
         shard = self.folder / self.weight_map[name]
         with reported(f"cannot read {name} in {shard}"), safe_open(shard, framework="pt") as file:
             yield file
@@ -160,7 +140,7 @@ class Checkpoint:
             return file.get_tensor(name)
 
     def blocks(self, name: str) -> Iterator[Tensor]:
-        """The rows of a matrix, some MiB at a time."""
+        """Yields the rows of a matrix, some MiB at a time."""
         with self._file_of(name) as file:
             rows = file.get_slice(name)
             count, width = rows.get_shape()
@@ -169,15 +149,15 @@ class Checkpoint:
                 yield rows[first : first + step]
 
     def is_finite(self, name: str) -> bool:
-        """False for a tensor with NaN or infinite numbers; a matrix is read some MiB at a time."""
+        """Returns False if a tensor holds NaN or infinities. A matrix is read some MiB at a time."""
         parts = self.blocks(name) if len(self.shape_and_dtype(name)[0]) == 2 else [self.tensor(name)]
         return all(bool(part.float().isfinite().all()) for part in parts)
 
     def first(self, name: str, numbers: int) -> Tensor:
-        """The first numbers of a tensor, flattened."""
+        """Returns the first values of a tensor, flattened."""
         with self._file_of(name) as file:
             rows = file.get_slice(name)
-            if not rows.get_shape():  # a number by itself has no slices
+            if not rows.get_shape():  # a scalar cannot be sliced
                 return file.get_tensor(name).reshape(-1)
             inner = math.prod(rows.get_shape()[1:])
             return rows[: -(-numbers // max(inner, 1))].reshape(-1)[:numbers]
@@ -188,12 +168,12 @@ class Checkpoint:
             return rows.get_shape(), (rows[:0] if rows.get_shape() else file.get_tensor(name)).dtype
 
     def names(self, model: PreTrainedModel) -> TensorNames:
-        """The tensor of each of a model's parameters."""
+        """Returns the tensor name of each of a model's parameters."""
         return TensorNames(self.weight_map, model, self.name)
 
     @property
     def section(self) -> Mapping[str, Any] | None:
-        """The `inplace_ttt` section of config.json, or None for a base model."""
+        """The `inplace_ttt` section of config.json; None for a base model."""
         if self.config.get("model_type") != MODEL_TYPE:
             return None
         section = self.config.get(MODEL_TYPE)
@@ -209,7 +189,7 @@ class Checkpoint:
         return ttt_config_in(self.section["config"], self.folder / CONFIG)
 
     def ttt_tensors(self) -> LayerTensors:
-        """The TTT tensors of a converted checkpoint, layer by layer."""
+        """Returns the TTT tensors of a converted checkpoint, by layer."""
         found: LayerTensors = {}
         for name in sorted(self.weight_map):
             if (match := _TTT_NAME.search(name)) is not None:
@@ -218,8 +198,7 @@ class Checkpoint:
         return dict(sorted(found.items()))
 
     def require_ttt_dtypes(self) -> None:
-        """Refuse TTT tensors in a storage format, which transformers would load as zeros. Reads headers
-        alone."""
+        """Raises InPlaceTTTError for TTT tensors in a storage format; transformers would load zeros."""
         for name in self.weight_map:
             if (match := _TTT_NAME.search(name)) is not None:
                 dtype = self.shape_and_dtype(name)[1]
@@ -228,7 +207,7 @@ class Checkpoint:
                 )
 
     def down_projections(self) -> dict[int, str]:
-        """Layer -> name of W0, for the TTT layers of a converted checkpoint."""
+        """Returns TTT layer -> name of its W0, for a converted checkpoint."""
         names = {
             int(m["layer"]): name[: m.start("ttt")] + "weight"
             for name in self.weight_map
@@ -237,26 +216,29 @@ class Checkpoint:
         return dict(sorted(names.items()))
 
     def fingerprint(self, matrices: Iterable[str]) -> str:
-        """fingerprint over matrices of the checkpoint with their scales, a few MiB in memory at a time."""
+        """Returns the fingerprint of matrices and their scales. It reads a few MiB at a time."""
         return fingerprint(block for name in matrices for block in self._blocks_with_scales(name))
 
     def _blocks_with_scales(self, name: str) -> Iterator[Tensor]:
-        """A matrix, and what a quantiser has stored beside it as `NAME_…`: without scales its numbers are not
-        the weight."""
+        """Yields a matrix, then its quantizer's tensors `NAME_…`, without which it is not the weight."""
         yield from self.blocks(name)
         for beside in sorted(other for other in self.weight_map if other.startswith(f"{name}_")):
             yield self.tensor(beside).reshape(-1)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """A model folder's config.json, and nothing in the folder that a reader would wait for."""
+    """Returns a model folder's config.json.
+
+    Raises:
+        InPlaceTTTError: if it is not a model folder, or holds a pipe or device that would block a reader.
+    """
     if not os.path.isdir(folder):
         raise InPlaceTTTError(f"{folder} is not a model folder.")
     refuse_pipes_in(folder)
     if is_peft_adapter(folder):
         raise InPlaceTTTError(
-            f"{folder} is an adapter of PEFT; merge it into its base by `inplace-ttt export {folder} OUT "
-            "--format full`, and take OUT."
+            f"{folder} is an adapter of PEFT; merge it into its base with `inplace-ttt export {folder} OUT "
+            "--format full`, and use OUT."
         )
     values = read_json(folder / CONFIG, f"{folder} is not a model folder")
     known = from_values(_Config, values, str(folder / CONFIG))
@@ -268,7 +250,11 @@ def is_peft_adapter(path: str | os.PathLike[str]) -> bool:
 
 
 def ttt_config_in(values: Any, file: Path) -> InPlaceTTTConfig:
-    """The TTT config that a file holds, layers written out."""
+    """Returns the TTT config in a file.
+
+    Raises:
+        InPlaceTTTError: naming `file`, if the config is invalid or does not name its layers by their indices.
+    """
     try:
         config = InPlaceTTTConfig.from_dict(values)
     except InPlaceTTTError as error:
@@ -278,70 +264,23 @@ def ttt_config_in(values: Any, file: Path) -> InPlaceTTTConfig:
     return config
 
 
-def check_tensors(tensors: LayerTensors, config: InPlaceTTTConfig, name: str) -> None:
-    """Refuse TTT tensors that are not those of the config: other layers, other kinds, shapes that do not
-    belong together."""
-    assert isinstance(config.layers, tuple)
-    if sorted(tensors) != list(config.layers):
-        raise InPlaceTTTError(
-            f"{name} has TTT tensors for layers {sorted(tensors)}, its config names {list(config.layers)}."
-        )
-    for layer, held in tensors.items():
-        if set(held) != kinds(config):
-            has, wants = (", ".join(sorted(names)) for names in (held, kinds(config)))
-            raise InPlaceTTTError(
-                f"{name}: layer {layer} has the TTT tensors {has} where its config wants {wants}; convert "
-                "the base again."
-            )
-        width, taps = (
-            held["proj"].shape[-1] if "proj" in held and held["proj"].ndim else 0,
-            config.kernel_size,
-        )
-        wanted = {"proj": [width, width], "conv": [width, 1, taps], "mean": [width], "gain": []}
-        if (directions := held.get("keys.directions")) is not None:
-            if directions.ndim != 2:
-                raise InPlaceTTTError(
-                    f"{name}: keys.directions of layer {layer} is {list(directions.shape)}, which is no "
-                    "matrix [r, h]."
-                )
-            rank, inputs = directions.shape
-            wanted |= {"keys.centre": [inputs], "write_gate.gate": [rank + 1]}
-        for kind, shape in wanted.items():
-            if kind in held and list(held[kind].shape) != shape:
-                raise InPlaceTTTError(
-                    f"{name}: {kind} of layer {layer} is {list(held[kind].shape)} instead of {shape}."
-                )
-        for kind, tensor in held.items():
-            require_numbers(tensor, f"{name}: {kind} of layer {layer}")
-
-
-def require_numbers(tensor: Tensor, what: str) -> None:
-    """Refuse a tensor of a checkpoint that holds codes instead of numbers, or numbers that are not finite."""
-    if parameter_dtype(tensor.dtype) != tensor.dtype:
-        wanted = "float32, bfloat16 or float16"
-        raise InPlaceTTTError(
-            f"{what} is stored as {str(tensor.dtype).removeprefix('torch.')}, not as {wanted}; convert the "
-            "base again."
-        )
-    if not tensor.isfinite().all():
-        raise InPlaceTTTError(f"{what} holds NaN or infinite numbers; the file is damaged.")
-
-
 def layer_of(name: str) -> int | None:
-    """The layer of a TTT tensor, by its name in a checkpoint."""
+    """Returns the layer of a TTT tensor, from its name in a checkpoint; None for other tensors."""
     match = _TTT_NAME.search(name)
     return int(match["layer"]) if match else None
 
 
 def _proved_index(folder: Path) -> dict[str, str]:
-    """Tensor -> shard, as the index says, for shards that hold what it says and are as they were linked."""
+    """Returns tensor -> shard from the index. Checks that the shards hold them and are unchanged."""
     index = from_values(
         _Index, read_json(folder / INDEX, f"{folder} has a broken index"), str(folder / INDEX)
     )
     known = recorded(folder)
     for shard in sorted(set(index.weight_map.values())):
         if Path(shard).name != shard:
-            raise InPlaceTTTError(f"{folder / INDEX}: {shown(shard)} is no name of a file in the folder.")
+            raise InPlaceTTTError(
+                f"{folder / INDEX}: {shown(shard)} is not the name of a file in the folder."
+            )
         present = set(tensor_names(folder / shard))
         if lost := sorted(
             key for key, file in index.weight_map.items() if file == shard and key not in present
@@ -355,42 +294,23 @@ def _proved_index(folder: Path) -> dict[str, str]:
 
 
 def _refuse_more_layers_than_tensors(folder: Path, config: Mapping[str, Any], tensors: int) -> None:
-    """A model of so many layers would take for ever to build, and cannot be the one of these weights."""
+    """Refuses more layers than tensors: it is another model, and would take very long to build."""
     text = config.get("text_config")
     for values in (config, text if isinstance(text, dict) else {}):
         for name in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
             if isinstance(values.get(name), (int, float)) and values[name] > tensors:
                 raise InPlaceTTTError(
-                    f"{folder / CONFIG} says {name} {shown(values[name])}, its weights are {tensors} tensors."
+                    f"{folder / CONFIG} has {name} {shown(values[name])}, but its weights are "
+                    f"{tensors} tensors."
                 )
 
 
-def kinds(config: InPlaceTTTConfig) -> set[str]:
-    """Names of the tensors that a TTT layer adds."""
-    of_target = (
-        {"gain"} if config.target == "gradient" else {"proj"} if config.conv == "next" else {"conv", "proj"}
-    )
-    return (
-        of_target
-        | ({"write_gate.gate"} if config.write_gate else set())
-        | ({"mean", "gain"} if config.normalize_targets else set())
-        | ({"keys.directions", "keys.centre"} if config.whitening else set())
-    )
-
-
-def parameters_of(tensors: LayerTensors) -> int:
-    """Numbers among a conversion's tensors that are trained; the others were measured."""
-    return sum(
-        pair[kind].numel()
-        for pair in tensors.values()
-        for kind in ("conv", "proj", "write_gate.gate")
-        if kind in pair
-    )
-
-
 def is_folder(source: str | os.PathLike[str]) -> bool:
-    """Whether a model is a folder here, or else, by its name, on the hub. Raises InPlaceTTTError for what can
-    be neither."""
+    """Returns True if a model is a local folder, and False if its name can be a hub id.
+
+    Raises:
+        InPlaceTTTError: if it can be neither.
+    """
     if os.path.isdir(source):
         return True
     if (problem := name_problem(str(source))) is not None:
@@ -412,8 +332,12 @@ def _resolve(source: str | os.PathLike[str]) -> tuple[Path, str | None]:
 
 
 def tensor_names(shard: Path) -> list[str]:
-    """Names of the tensors in a safetensors file."""
-    require_regular(shard, "it is no safetensors file")
+    """Returns the names of the tensors in a safetensors file.
+
+    Raises:
+        InPlaceTTTError: if it is missing or not a safetensors file of a model.
+    """
+    require_regular(shard, "it is not a safetensors file")
     problem = f"{shard} is missing or not a safetensors file"
     with reported(problem, "download or save it again"), safe_open(shard, framework="pt") as file:
         names = list(file.keys())

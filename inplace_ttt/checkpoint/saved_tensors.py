@@ -1,5 +1,4 @@
-"""A saved checkpoint against the model it was saved from: every tensor there, whole, and of the right
-shape."""
+"""Compares a saved checkpoint with the model it was saved from: every tensor present and of full shape."""
 
 from __future__ import annotations
 
@@ -18,8 +17,10 @@ from .reading import Checkpoint
 
 
 def verify_saved(folder: Path, model: PreTrainedModel) -> None:
-    """Raises InPlaceTTTError naming the first tensor that is missing or not of the model's shape (ZeRO-3 can
-    save empty ones)."""
+    """Raises InPlaceTTTError naming the first tensor that is missing or has another shape than the model's.
+
+    ZeRO-3 can save empty tensors.
+    """
     if problem := lacking(folder, model):
         raise InPlaceTTTError(
             f"{folder} {problem} after saving; do not use it; check the DeepSpeed settings."
@@ -27,10 +28,14 @@ def verify_saved(folder: Path, model: PreTrainedModel) -> None:
 
 
 def require_sound(checkpoint: Checkpoint, model: PreTrainedModel) -> None:
-    """Refuse a checkpoint that is not `model`, on any device, or holds NaN or infinite numbers, before
-    another is made from it.
+    """Checks a checkpoint before another is made from it. Reads every tensor.
 
-    Reads every tensor.
+    Args:
+        checkpoint: to check.
+        model: of the same config.json, on any device.
+
+    Raises:
+        InPlaceTTTError: if the tensors are not those of `model`, or hold NaN or infinities.
     """
     if problem := lacking(checkpoint.folder, model):
         raise InPlaceTTTError(
@@ -48,8 +53,15 @@ def require_sound(checkpoint: Checkpoint, model: PreTrainedModel) -> None:
 
 
 def lacking(folder: Path, model: PreTrainedModel) -> str | None:
-    """What keeps a checkpoint from being `model`, on any device, as the end of a sentence; None where nothing
-    does."""
+    """Returns the first difference between a checkpoint's tensors and a model's, or None.
+
+    Args:
+        folder: the checkpoint.
+        model: on any device.
+
+    Returns:
+        The end of a sentence whose subject is the checkpoint, such as "lacks lm_head.weight".
+    """
     saved = Checkpoint.open(folder)
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     names, wanted = saved.names(model), as_saved(model)
@@ -65,8 +77,10 @@ def lacking(folder: Path, model: PreTrainedModel) -> str | None:
 
 
 def as_saved(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The parameters on the meta device, whole, as transformers writes them: some under other names, experts
-    one by one."""
+    """Returns the parameters under the names and in the parts in which transformers saves them.
+
+    They are on the meta device, in full shape also under ZeRO-3. Some have other names; experts are separate.
+    """
     whole = {
         name: torch.empty(getattr(p, "ds_shape", p.shape), device="meta")
         for name, p in model.named_parameters()

@@ -1,5 +1,7 @@
-"""A converted model or checkpoint as an adapter, which is the same model only where training left its base as
-it was."""
+"""Saves a converted model or checkpoint as an adapter.
+
+The adapter is the same model only if training left the base's weights unchanged.
+"""
 
 from __future__ import annotations
 
@@ -30,25 +32,31 @@ logger = logging.getLogger(__name__)
 def save_adapter(
     model: PreTrainedModel, path: str | os.PathLike[str], *, base: str | None = None, overwrite: bool = False
 ) -> None:
-    """Save a converted model's TTT tensors alone, to load onto its base, whose weights must not have been
-    trained.
+    """Saves only a converted model's TTT tensors, to be loaded onto its base.
 
-    base: folder or hub id of the base; where the model was loaded from, without one. Where its safetensors
-        are here, in a folder or the
-    hub's cache, every weight is compared; if not, a warning says so. Raises InPlaceTTTError where one
-    differs.
+    If the base's safetensors are in a local folder or the hub's cache, every weight is compared with the
+    base. If not, only the down-projections are compared and a warning is logged.
+
+    Args:
+        model: a converted model, whose base weights were not trained.
+        path: adapter folder to write.
+        base: folder or hub id of the base (default: the place that the model was loaded from).
+        overwrite: replace an earlier output.
+
+    Raises:
+        InPlaceTTTError: if a weight differs from the base's, or the base is quantized, wrapped or unknown.
     """
     layers = fast_weights(model)
     if any(module.matrix() is None for module in layers.values()):
         raise InPlaceTTTError(
-            "the base is quantised or wrapped, so that the adapter could not be tied to its weights; save "
+            "the base is quantized or wrapped, so that the adapter could not be tied to its weights; save "
             "the state dict."
         )
     known = getattr(model.config, MODEL_TYPE, {}).get("base", {})
     name = base or known.get("name_or_path") or model.config.name_or_path
     if not name:
         raise InPlaceTTTError(
-            "the model does not know where its base came from; say it with save_adapter(…, base=…)."
+            "the model's config does not name its base; name it with save_adapter(…, base=…)."
         )
     found = fingerprint(module.weight for module in layers.values())  # type: ignore[misc]
     if known.get("fingerprint") not in (None, found):
@@ -72,13 +80,16 @@ def save_adapter(
 
 
 def base_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The base that a full checkpoint's TTT tensors can be an adapter for. Raises InPlaceTTTError where
-    training changed its weights."""
+    """Returns the description of the base onto which a full checkpoint's TTT tensors can be loaded.
+
+    Raises:
+        InPlaceTTTError: if the base is unknown, or training changed its weights.
+    """
     base = checkpoint.section and checkpoint.section.get("base")
     if not base or not base.get("fingerprint"):
         raise InPlaceTTTError(
-            f"{checkpoint.name} does not say which base it stands on, so an adapter of it could not be "
-            "loaded."
+            f"{checkpoint.name} does not name the base that it was made from, so an adapter of it could "
+            "not be loaded."
         )
     if checkpoint.fingerprint(checkpoint.down_projections().values()) != base["fingerprint"]:
         raise InPlaceTTTError(
@@ -101,8 +112,10 @@ def _refuse_trained(
     revision: str | None,
     remedy: str,
 ) -> None:
-    """Refuse a weight that the base has otherwise, rounded as fingerprints are, where its safetensors are
-    here."""
+    """Raises InPlaceTTTError for a weight that differs from the base's after rounding as in fingerprints.
+
+    Without local safetensors of the base it logs a warning instead.
+    """
     known = Checkpoint.here(base, revision)
     if known is None:
         logger.warning(

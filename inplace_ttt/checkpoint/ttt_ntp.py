@@ -1,8 +1,8 @@
-"""Checkpoints of TTT-NTP's public code (arXiv 2606.21803), in: its training form.
+"""Reads checkpoints of TTT-NTP's code (arXiv 2606.21803), in the form that its training writes.
 
-Its config.json has `ttt_*` keys beside a stock model_type; its only new tensor is each TTT layer's
-`mlp.ttt_proj.weight` [d, d], used untransposed. What its evaluation does instead of the chunks, and with
-which numbers, is in no file of it: `PromptWrite` has those that its evaluation script gives.
+Its config.json has `ttt_*` keys beside a stock model_type. Its only new tensor is each TTT layer's
+`mlp.ttt_proj.weight` [d, d], used untransposed. Its evaluation writes the prompt instead of chunks, but no
+file of the checkpoint records that or its numbers. `PromptWrite` has the numbers of its evaluation script.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import InPlaceTTTError, shown
+from .layer_tensors import check_tensors
 from .official import KEYS, Imported, is_official_tensor, layers_named, refuse_unknown
-from .reading import CONFIG, Checkpoint, check_tensors, ttt_config_in
+from .reading import CONFIG, Checkpoint, ttt_config_in
 from .writing import plan_conversion
 
 _MODEL_TYPES = ("qwen3", "llama", "mistral")
@@ -25,31 +26,36 @@ _WRITE_NORMS = {"sgd": None, "specnorm": "spectral"}
 
 
 def is_ttt_ntp(checkpoint: Checkpoint) -> bool:
-    """By tensors ttt_proj without ttt_conv, and a key of config.json that In-Place TTT's code does not
-    have."""
+    """Returns True for a checkpoint of TTT-NTP.
+
+    It has ttt_proj tensors without ttt_conv, and a config.json key that In-Place TTT's code does not have.
+    """
     kinds = {name.rsplit(".", 2)[-2] for name in checkpoint.weight_map if is_official_tensor(name)}
     return kinds == {"ttt_proj"} and any(key in checkpoint.config for key in _TELLING)
 
 
 def read_ttt_ntp(checkpoint: Checkpoint) -> Imported:
-    """Read a TTT-NTP checkpoint; refuses what its code would not run, and what its two packages understand
-    differently."""
+    """Reads a TTT-NTP checkpoint.
+
+    Raises:
+        InPlaceTTTError: if TTT-NTP's code would not run it, or its two packages would read it differently.
+    """
     values, name = checkpoint.config, checkpoint.name
     if values.get("model_type") not in _MODEL_TYPES:
         raise InPlaceTTTError(
-            f"{name} is a {shown(values.get('model_type'))}; TTT-NTP's code knows "
+            f"{name} is a {shown(values.get('model_type'))}; TTT-NTP's code supports "
             f"{', '.join(_MODEL_TYPES)} only."
         )
     if missing := [key for key in _NEEDED if key not in values]:
         raise InPlaceTTTError(
             f"{name} has no {' and no '.join(missing)} in its config.json, for which TTT-NTP's two "
             "packages assume different values; "
-            "take config.json from the training run."
+            "use the training run's config.json."
         )
     for key, only in _FIXED.items():
         if values.get(key, only) != only:
             raise InPlaceTTTError(
-                f"{name} has {key} {shown(values[key])}; of TTT-NTP only {shown(only)} is known."
+                f"{name} has {key} {shown(values[key])}; for TTT-NTP only {shown(only)} is supported."
             )
     if values.get("mlp_bias"):
         raise InPlaceTTTError(
@@ -59,7 +65,7 @@ def read_ttt_ntp(checkpoint: Checkpoint) -> Imported:
     optimiser, keeps = values["ttt_inner_opt"], values["ttt_norm_preserve"]
     if not isinstance(optimiser, str) or optimiser not in _WRITE_NORMS:
         raise InPlaceTTTError(
-            f"{name} has ttt_inner_opt {shown(optimiser)}; known are {', '.join(_WRITE_NORMS)}."
+            f"{name} has ttt_inner_opt {shown(optimiser)}; it must be one of {', '.join(_WRITE_NORMS)}."
         )
     if not isinstance(keeps, bool):
         raise InPlaceTTTError(f"{name} has ttt_norm_preserve {shown(keeps)}; it must be true or false.")
@@ -73,7 +79,7 @@ def read_ttt_ntp(checkpoint: Checkpoint) -> Imported:
         "conv": "next",
         "write_norm": _WRITE_NORMS[optimiser],
         "preserve_row_norms": keeps,
-        "prompt_write": {},  # its evaluation's numbers, which are ours by default
+        "prompt_write": {},  # the defaults are the numbers of its evaluation
     }
     config = ttt_config_in(settings, checkpoint.folder / CONFIG)
     check_tensors(tensors, config, name)
@@ -88,6 +94,6 @@ def _proj(checkpoint: Checkpoint, layer: int) -> Tensor:
     wanted = f"model.layers.{layer}.mlp.ttt_proj.weight"
     if wanted not in checkpoint.weight_map:
         raise InPlaceTTTError(
-            f"{checkpoint.name} lists TTT layer {layer} but has no {wanted}: half a checkpoint."
+            f"{checkpoint.name} lists TTT layer {layer} but has no {wanted}; the checkpoint is incomplete."
         )
     return checkpoint.tensor(wanted)

@@ -1,8 +1,8 @@
-"""A converted checkpoint, written without loading its base.
+"""Writes a converted checkpoint without loading its base.
 
-Conversion moves no weights: the base's shards are linked under a name of their own (a later save into the
-folder must not write through the link), one shard with the new tensors is added, and config.json says what
-was done.
+Conversion copies no weights. The base's shards are hard links under new names, because a later save into the
+folder must not write through a link. One shard with the new tensors is added, and config.json records the
+conversion.
 """
 
 from __future__ import annotations
@@ -27,14 +27,21 @@ from ..files.json_files import write_json
 from ..layer.quantised import parameter_dtype
 from ..surgery import SEED, config_of, convert, fast_weights, initial_std
 from .companions import copy_companions
+from .layer_tensors import LayerTensors
 from .names import is_computed, parameters
-from .reading import INDEX, TTT_SHARD, Checkpoint, LayerTensors, layer_of
+from .reading import INDEX, TTT_SHARD, Checkpoint, layer_of
 
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """What a conversion adds, found on a model without weights. down_proj: TTT layer -> the checkpoint's name
-    of its W0."""
+    """The additions of a conversion, determined on a model without weights.
+
+    Attributes:
+        base_model_type: the base's model_type.
+        config: the TTT config, with the layers as indices.
+        down_proj: TTT layer -> the checkpoint's name of its W0.
+        model: the converted model on the meta device.
+    """
 
     base_model_type: str
     config: InPlaceTTTConfig
@@ -43,16 +50,21 @@ class ConversionPlan:
 
 
 def empty_model(checkpoint: Checkpoint) -> tuple[PreTrainedConfig, PreTrainedModel]:
-    """The checkpoint's config, and the model that it describes on the meta device; converted if it says so,
-    not quantised."""
+    """Returns the checkpoint's config, and the model that it describes on the meta device, not quantized.
+
+    The model is converted if the config is.
+    """
     with reported(f"{checkpoint.name} is not a causal LM that transformers can build"), torch.device("meta"):
         config = AutoConfig.from_pretrained(checkpoint.folder)
         return config, auto_class(config).from_config(config)
 
 
 def plan_conversion(checkpoint: Checkpoint, config: InPlaceTTTConfig) -> ConversionPlan:
-    """Convert the checkpoint's architecture on the meta device: every refusal comes before anything is
-    written."""
+    """Converts the checkpoint's architecture on the meta device; errors come before anything is written.
+
+    Raises:
+        InPlaceTTTError: if the checkpoint is already converted, or cannot be converted with this config.
+    """
     if checkpoint.section is not None:
         raise InPlaceTTTError(f"{checkpoint.name} is converted already; convert its base instead.")
     base, model = empty_model(checkpoint)
@@ -73,11 +85,16 @@ def plan_conversion(checkpoint: Checkpoint, config: InPlaceTTTConfig) -> Convers
 def down_projections(
     checkpoint: Checkpoint, paths: Mapping[int, str], model: PreTrainedModel
 ) -> dict[int, str]:
-    """TTT layer -> the checkpoint's name of its W0. paths: TTT layer -> its down-projection in the converted
-    model.
+    """Returns TTT layer -> the checkpoint's name of its W0.
 
-    Raises InPlaceTTTError where transformers would not find the new tensors beside W0, or computes W0 from
-    other tensors.
+    Args:
+        checkpoint: the base.
+        paths: TTT layer -> its down-projection in the converted model.
+        model: the converted model.
+
+    Raises:
+        InPlaceTTTError: if transformers would not find the new tensors beside W0, or computes W0 from other
+            tensors.
     """
     names = checkpoint.names(model)
     found = {layer: names[f"{path}.weight"] for layer, path in paths.items()}
@@ -99,16 +116,21 @@ def down_projections(
 
 
 def initial_tensors(checkpoint: Checkpoint, plan: ConversionPlan) -> LayerTensors:
-    """The new tensors of a fresh conversion, in the dtype of W0 or, where that is a storage format, in
-    bfloat16."""
-    tensors: LayerTensors = {}  # those of the extensions are zero, for a calibration to measure
+    """Returns the new tensors of a fresh conversion.
+
+    Their dtype is W0's, or bfloat16 if that is a storage format. Tensors of extensions are zero until
+    calibration.
+    """
+    tensors: LayerTensors = {}
     std = initial_std(plan.model.config)
     for index, module in fast_weights(plan.model).items():
         name = plan.down_proj[index]
         shape, dtype = checkpoint.shape_and_dtype(name)
         expected = list(module.weight.shape)  # type: ignore[arg-type]
         if list(shape) != expected:
-            raise InPlaceTTTError(f"{name} in {checkpoint.name} is {shape}, its config.json says {expected}.")
+            raise InPlaceTTTError(
+                f"{name} in {checkpoint.name} is {shape}, but its config.json gives {expected}."
+            )
         target = module.ttt.to_empty(device="cpu").to(parameter_dtype(dtype))
         target.reset_parameters(std, SEED + index)
         tensors[index] = dict(target.state_dict())
@@ -123,8 +145,16 @@ def write_full(
     base: Mapping[str, Any],
     keep: Callable[[str], bool] = lambda name: True,
 ) -> None:
-    """A full converted checkpoint: the base's tensors that `keep` admits, the TTT shard, an index over both,
-    the config."""
+    """Writes a full converted checkpoint: base tensors, a TTT shard, an index over both, and config.json.
+
+    Args:
+        folder: existing folder to write into.
+        checkpoint: the base.
+        plan: its conversion.
+        tensors: the new tensors of each TTT layer.
+        base: description of the base for config.json.
+        keep: returns True for the base's tensors to keep.
+    """
     named = {
         f"{plan.down_proj[layer].removesuffix('weight')}ttt.{kind}": tensor
         for layer, pair in tensors.items()
@@ -140,8 +170,16 @@ def write_full(
 def carry_over(
     checkpoint: Checkpoint, folder: Path, keep: Callable[[str], bool], extra: Mapping[str, Tensor]
 ) -> None:
-    """Bring a checkpoint's files into `folder`: shards linked, those with tensors to drop rewritten, `extra`
-    as a shard."""
+    """Copies a checkpoint's files into `folder`.
+
+    Shards are linked. Those with tensors to drop are rewritten.
+
+    Args:
+        checkpoint: to copy from.
+        folder: existing folder to write into.
+        keep: returns True for tensors to keep.
+        extra: tensors for one more shard.
+    """
     weight_map: dict[str, str] = {}
     size = 0
     for shard in tqdm(
@@ -168,7 +206,7 @@ def carry_over(
 
 
 def describe_base(checkpoint: Checkpoint, plan: ConversionPlan) -> dict[str, Any]:
-    """Which base a conversion stands on."""
+    """Returns name or path, revision and fingerprint of the base of a conversion."""
     name = str(checkpoint.folder.resolve()) if Path(checkpoint.name).exists() else checkpoint.name
     return {
         "name_or_path": name,

@@ -1,5 +1,8 @@
-"""The command line: `inplace-ttt VERB`. `options` has each verb's arguments and imports no torch; a verb is
-imported when it runs."""
+"""The command line: `inplace-ttt VERB`.
+
+`options` holds the arguments of each verb and imports no torch. The module of a verb is imported when it
+runs.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +24,19 @@ from . import messages
 
 VERBS = {
     "convert": "give a checkpoint fast weights",
-    "info": "say what a converted checkpoint is",
+    "info": "print the settings and sizes of a converted checkpoint",
     "generate": "read a text, write it into the fast weights, continue it",
-    "serve": "serve many users at once by vLLM, each with memories by name",
-    "audit": "hold a checkpoint or a recipe against the paper, item by item",
-    "diagnose": "measure gradients and writes on a text, and say what is wrong with them",
-    "plan": "say what a training run will take, and what in it will not fit or not train",
-    "train": "continue a model's training by a recipe",
-    "evaluate": "say whether writes help, and whether by what the document says",
+    "serve": "serve many users with vLLM, each with named memories",
+    "audit": "compare a checkpoint or a recipe with the paper, item by item",
+    "diagnose": "measure gradients and writes on a text, and report problems",
+    "plan": "estimate the cost of a training run, and warn of parts that will not fit or not train",
+    "train": "continue a model's training as a recipe describes",
+    "evaluate": "measure the gain from writes, and the part of it that comes from the document itself",
     "ruler": "score long-context tasks of the RULER benchmark, TTT on, off and the base",
-    "babilong": "score questions about facts scattered in a long text, as BABILong has them, TTT on, off "
-    "and the base",
+    "babilong": "score questions about facts scattered in a long text (BABILong), TTT on, off and the base",
     "export": "write a converted checkpoint in another form",
-    "import-official": "read a checkpoint of the public reference code",
-    "bench": "time the op against the plain linear and the public formulation",
+    "import-official": "convert a checkpoint of the reference code",
+    "bench": "time the op against a plain linear layer and the reference formulation",
 }
 
 
@@ -46,15 +48,21 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb. Exit code 0: done; 1: the thing it checks is not so; 2: bad input, one line on stderr.
+    """Runs one verb.
 
-    With --json stdout holds one JSON object in every case, an error's as {"error", "exit_code"}.
+    With --json, stdout holds one JSON object in every case; an error's is {"error", "exit_code"}.
+
+    Args:
+        arguments: of the command (default: `sys.argv`).
+
+    Returns:
+        Exit code. 0: done. 1: a check failed. 2: bad input, with one line on stderr.
     """
     if arguments is None:
         arguments = sys.argv[1:]
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-                # unwind, so that no half folder is left
+            if signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup
+                # unwind the stack, so that temporary folders are removed
                 signal.signal(number, lambda number, _: sys.exit(128 + number))
         _open_missing_streams()
     refuse = partial(messages.refuse, arguments, next((a for a in arguments if a in VERBS), None))
@@ -71,15 +79,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return refuse(str(error), error.exit_code)
     except KeyboardInterrupt:
         return refuse("interrupted", 130)
-    except BrokenPipeError:  # the reader, such as `head`, has what it wanted
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         _stop_writing()
         return 141
-    except Exception as error:  # the last net: what gets here should have been refused where it was read
+    except Exception as error:  # an input error that was not detected where the input was read
         _trace()
-        # torch's, which need not be imported here
+        # the name, because torch's error would need an import
         if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
             return refuse(
-                f"this machine has not enough memory for it ({one_line(error)}); take a smaller model, "
+                f"this machine does not have enough memory ({one_line(error)}); use a smaller model, "
                 "text or batch.",
                 2,
             )
@@ -98,14 +106,14 @@ def _trace() -> None:
 
 
 def _open_missing_streams() -> None:
-    """Where the caller has closed a standard stream, nothing else may take its number."""
+    """Opens standard streams that the caller closed, so that another file cannot get their numbers."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - for the rest of the process
 
 
 def _stop_writing() -> None:
-    """Nobody reads stdout: what Python flushes at its end goes nowhere."""
+    """Discards further output, including Python's flush at exit: stdout is closed at the other end."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -144,4 +152,4 @@ def _print(text: str) -> None:
 
 
 Result = tuple[dict[str, Any], int]
-"""What a verb's `run` gives: the JSON object and the exit code."""
+"""The JSON object and the exit code that a verb's `run` returns."""

@@ -1,7 +1,7 @@
-"""Kinds of values on the command line: what is out of range, or no name of a file, is refused before anything
-is read.
+"""Types of command-line values, for argparse.
 
-Each is a `type` of argparse. What is no number at all argparse refuses itself, by the name of the type.
+They refuse a value that is out of range, or that cannot be a file name, before anything is read. argparse
+itself refuses text that is not a number, and names the type.
 """
 
 from __future__ import annotations
@@ -16,12 +16,16 @@ from ..files.paths import name_problem
 
 MOST = 2**31 - 1
 MOST_TOKENS = 10**7
-"""Of one text or prompt: more than any model reads, less than what no machine holds."""
+"""Most tokens of a text or prompt: more than a model can read, but few enough for any machine."""
 
 
 def whole(least: int | None = None, most: int = MOST) -> Callable[[str], int]:
-    """A whole number in a range; without `least` any that is not beyond ±`most`, for a reader that knows
-    better."""
+    """Returns a parser for an integer in a range.
+
+    Args:
+        least: smallest value; without it, any integer of magnitude up to `most` passes, to be checked later.
+        most: largest value.
+    """
 
     def parse(text: str) -> int:
         number = int(text)
@@ -40,7 +44,14 @@ def whole(least: int | None = None, most: int = MOST) -> Callable[[str], int]:
 def number(
     least: float = -math.inf, most: float = math.inf, *, above: float | None = None, or_zero: bool = False
 ) -> Callable[[str], float]:
-    """A finite number in a range that a float32 holds. above: the range's open end. or_zero: 0 as well."""
+    """Returns a parser for a finite number.
+
+    Args:
+        least: smallest value.
+        most: largest value.
+        above: open lower end of the range.
+        or_zero: allow 0 as well.
+    """
 
     def parse(text: str) -> float:
         value = float(text)
@@ -56,7 +67,12 @@ def number(
 
 
 def refuse_without_effect(args: Namespace, **needs: tuple[str, ...]) -> None:
-    """Refuse options, by their names in `args`, that were given without any of those that they belong to."""
+    """Raises InPlaceTTTError for an option that was given without any of the options that it depends on.
+
+    Args:
+        args: the parsed arguments.
+        needs: option -> options that it depends on, by their names in `args`.
+    """
     for option, needed in needs.items():
         given = getattr(args, option)
         if given is not None and given is not False and not any(getattr(args, other) for other in needed):
@@ -75,20 +91,19 @@ def seed() -> Callable[[str], int]:
 
 
 def path(text: str) -> str:
-    """A name that a file or folder can have, or a hub id."""
+    """Parses a possible name of a file or folder, or a hub id."""
     if (problem := name_problem(text)) is not None:
         raise ArgumentTypeError(f"{shown(text)} {problem}")
     return text
 
 
 def numbers(text: str) -> list[int]:
-    """Whole numbers above 0 with commas between."""
+    """Parses positive integers separated by commas."""
     try:
         found = [int(part) for part in text.split(",")]
     except ValueError:
         raise ArgumentTypeError(
-            f"must be whole numbers with commas between, got {shown(text)}; it takes numbers such as "
-            "4096,8192"
+            f"must be whole numbers separated by commas, such as 4096,8192, got {shown(text)}"
         ) from None
     if min(found) < 1 or max(found) > MOST_TOKENS:
         raise ArgumentTypeError(f"must be above 0 and at most {MOST_TOKENS:,}, got {shown(text)}")
@@ -96,9 +111,9 @@ def numbers(text: str) -> list[int]:
 
 
 def dtype(name: str) -> str:
-    """A torch dtype that weights can have, or `auto`."""
+    """Parses a torch dtype that weights can have, or `auto`."""
     if name not in _DTYPES:
-        raise ArgumentTypeError(f"{shown(name)} is no dtype of weights; try float32 or bfloat16")
+        raise ArgumentTypeError(f"{shown(name)} is not a dtype of weights; use float32 or bfloat16")
     return name
 
 
@@ -106,7 +121,7 @@ _DTYPES = ("auto", "bfloat16", "float16", "float32", "float64", "half", "float",
 
 
 def device(name: str) -> str:
-    """cpu, or a GPU by its number."""
+    """Parses cpu, or a GPU by its number."""
     if re.fullmatch(r"cpu|cuda(:\d{1,3})?", name) is None:
         raise ArgumentTypeError(f"must be cpu or cuda, got {shown(name)}")
     return name
@@ -116,5 +131,5 @@ def add_push(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--push",
         metavar="REPO",
-        help="also upload OUT to the hub, a private repository NAME or OWNER/NAME; wants a token",
+        help="also upload OUT to the hub, to the private repository NAME or OWNER/NAME; needs a token",
     )

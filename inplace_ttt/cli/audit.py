@@ -1,4 +1,4 @@
-"""`inplace-ttt audit PATH_OR_RECIPE`"""
+"""Runs `inplace-ttt audit PATH_OR_RECIPE`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> Result:
         with new_file(args.out, ours=is_report(args.out)) as file:
             file.write_text(text, encoding="utf-8")
         result["output"] = args.out
-    if not args.json:  # only for `render`: the JSON object is data alone
+    if not args.json:  # only for `render`; the JSON object holds data only
         result["_text"] = text
     return result, 1 if report.undeclared else 0
 
@@ -70,7 +70,7 @@ def _audit(path: str, args: argparse.Namespace) -> Report:
             bar.set_postfix_str(title, refresh=True)
 
         if Path(path).suffix.lower() in (".yaml", ".yml"):
-            from ..training.audit import audit_recipe  # seconds, which a checkpoint need not wait for
+            from ..training.audit import audit_recipe  # takes seconds that a checkpoint does not need
 
             report = audit_recipe(path, profile=args.profile, seed=args.seed, progress=progress)
         else:
@@ -81,8 +81,7 @@ def _audit(path: str, args: argparse.Namespace) -> Report:
 
 
 def _audit_checkpoint(path: str, args: argparse.Namespace, progress: Any) -> Report:
-    """In float32, so that what is measured is the method and not the rounding of this machine's
-    arithmetic."""
+    """Audits a checkpoint in float32, so that rounding of this machine's arithmetic does not count."""
     found = open_model(path)
     declared = found.declared_deviations
     bars = logging.is_progress_bar_enabled()
@@ -103,7 +102,7 @@ def _audit_checkpoint(path: str, args: argparse.Namespace, progress: Any) -> Rep
 
 
 def _without_recipes_items(declared: Sequence[Declaration]) -> Sequence[Declaration]:
-    """One list of declarations may serve a checkpoint and its training."""
+    """Drops declarations about recipes: one list may serve a checkpoint and its training."""
     if not declared:
         return declared
     from ..training.audit.catalogue import RECIPE
@@ -113,7 +112,7 @@ def _without_recipes_items(declared: Sequence[Declaration]) -> Sequence[Declarat
 
 
 def _tokenizer(path: str) -> Any:
-    """The checkpoint's tokenizer, or None: random ids do without."""
+    """Returns the checkpoint's tokenizer; None if there is none, since random ids also work."""
     try:
         with reported("no tokenizer"):
             return AutoTokenizer.from_pretrained(path)

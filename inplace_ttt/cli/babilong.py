@@ -1,4 +1,4 @@
-"""`inplace-ttt babilong PATH --lengths 1024,4096 --text F…`"""
+"""Runs `inplace-ttt babilong PATH --lengths 1024,4096 --text PATH…`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`inplace-ttt bench` and `inplace-ttt bench --serving PATH`"""
+"""Runs `inplace-ttt bench` and `inplace-ttt bench --serving PATH`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ def _served(args: argparse.Namespace) -> Result:
     described = open_full(args.serving).described_base
     base = args.base or described.get("name_or_path")
     if base is None:
-        raise InPlaceTTTError(f"{args.serving} does not say which base it stands on; name it with --base.")
+        raise InPlaceTTTError(
+            f"{args.serving} does not name the base that it was made from; name it with --base."
+        )
     Checkpoint.open(base)
     require_vllm()
     from ..serving.benchmark import Load, compare
@@ -62,8 +64,10 @@ def _served(args: argparse.Namespace) -> Result:
 
 
 def _refuse_beyond_memory(shape: Shape, device: str, dtype: torch.dtype) -> None:
-    """Inputs with their gradients; on the CPU, which has no error for it, what the materialising formulation
-    takes too."""
+    """Raises InPlaceTTTError if the inputs and their gradients exceed the memory.
+
+    On the CPU, where exceeding it raises no error, the memory of the materializing formulation counts too.
+    """
     numbers = 2 * (shape.tokens * (shape.h + 2 * shape.d) + shape.d * shape.h)
     on_gpu = device.startswith("cuda")
     if not on_gpu:
@@ -80,10 +84,10 @@ def render(result: dict[str, Any]) -> str:
 def _render_served(result: dict[str, Any]) -> str:
     load, rates, waits = result["load"], result["tokens_per_second"], result["seconds_a_request"]
     lines = [
-        f"{load['requests']} requests at once, prompts of {load['prompt'] // 16} to {load['prompt']} "
+        f"{load['requests']} concurrent requests, prompts of {load['prompt'] // 16} to {load['prompt']} "
         f"tokens, {load['new']} new each, "
         f"{load['dtype']}, {load['rounds']} rounds",
-        f"{'':24}{'tokens a second':>24}{'seconds a request':>24}",
+        f"{'':24}{'tokens per second':>24}{'seconds per request':>24}",
     ]
     for kind, name in (
         ("base", "vLLM, the base"),

@@ -1,4 +1,4 @@
-"""`inplace-ttt convert SRC OUT`"""
+"""Runs `inplace-ttt convert SRC OUT`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from ..calibration.rows import calibration_rows
 from ..checkpoint.adapter import write_adapter
 from ..checkpoint.base_equivalence import TOKENS, max_logit_difference
 from ..checkpoint.card import write_card
+from ..checkpoint.layer_tensors import LayerTensors, parameters_of
 from ..checkpoint.official import refuse_official
-from ..checkpoint.reading import Checkpoint, LayerTensors, parameters_of
+from ..checkpoint.reading import Checkpoint
 from ..checkpoint.writing import ConversionPlan, describe_base, initial_tensors, plan_conversion, write_full
 from ..config import InPlaceTTTConfig
 from ..errors import InPlaceTTTError, NotSoError
@@ -85,8 +86,7 @@ def render(result: dict[str, Any]) -> str:
     lines.append(
         "A fresh conversion writes nothing until its convolution is trained."
         if config.starts_as_base
-        else f"With {setting} a fresh conversion writes at once, so that it does not compute what its base "
-        "does."
+        else f"With {setting} a fresh conversion already writes, so that its outputs differ from the base's."
     )
     return "\n".join([*lines, *pushed(result)])
 
@@ -97,8 +97,10 @@ def _new_tensors(
     plan: ConversionPlan,
     rows: list[tuple[Path, Tensor]] | None,
 ) -> tuple[ConversionPlan, LayerTensors, dict[str, Any] | None]:
-    """Returns the plan, the new tensors, and the choice of layers and η if one was made, which the plan then
-    has."""
+    """Returns the plan, the new tensors, and the choice of layers and η (None if none was made).
+
+    The plan includes the choice.
+    """
     if rows is None:
         return plan, initial_tensors(checkpoint, plan), None
     base, texts, choice = BaseToMeasure.load(checkpoint), [row for _, row in rows], None
@@ -110,16 +112,19 @@ def _new_tensors(
 
 
 def _rows_to_calibrate_on(args: argparse.Namespace, plan: ConversionPlan) -> list[tuple[Path, Tensor]] | None:
-    """Files, and token ids [1, T] of them to measure on; None where the config needs no measurement."""
+    """Returns files with their token ids [1, T] for the calibration.
+
+    Returns None if the config needs no calibration.
+    """
     if not plan.config.needs_calibration:
         if args.calibrate:
             raise InPlaceTTTError(
-                "--calibrate has no effect on these settings, which measure nothing; leave it out."
+                "--calibrate has no effect, because these settings need no calibration; leave it out."
             )
         return None
     if not args.calibrate:
         raise InPlaceTTTError(
-            "these settings are measured on a text; give some like those to be read, with --calibrate F…"
+            "these settings need calibration; give texts like those to be read with --calibrate PATH…"
         )
     tokenizer = tokenizer_of(args.src, model=plan.model)
     return calibration_rows(
@@ -128,7 +133,7 @@ def _rows_to_calibrate_on(args: argparse.Namespace, plan: ConversionPlan) -> lis
 
 
 def _calibration(rows: list[tuple[Path, Tensor]]) -> dict[str, Any]:
-    """What the card says of the text that was measured on."""
+    """Returns the card's facts about the calibration texts."""
     tokens = torch.cat([row[0] for _, row in rows]).to(torch.int64)
     digest = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
     return {

@@ -1,4 +1,4 @@
-"""`inplace-ttt diagnose PATH --text F --out DIR`"""
+"""Runs `inplace-ttt diagnose PATH --text PATH --out DIR`."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def run(args: argparse.Namespace) -> Result:
             f" (--tokens {args.tokens})" if args.tokens is not None and ids.shape[1] == args.tokens else ""
         )
         raise InPlaceTTTError(
-            f"{args.text} gives {ids.shape[1]} tokens{asked}, which is no more than one chunk of {chunk} "
-            "and a token: no prediction "
-            f"reads what is written; give a text of more than {chunk + 1} tokens, better several chunks."
+            f"{args.text} gives {ids.shape[1]} tokens{asked}, at most one chunk of {chunk} and "
+            "a token, so that no prediction reads a write; "
+            f"give a text of more than {chunk + 1} tokens, better several chunks."
         )
     _choose_trained(model, args.train)
     say_now()

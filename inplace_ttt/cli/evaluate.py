@@ -1,4 +1,4 @@
-"""`inplace-ttt evaluate PATH --text F…`"""
+"""Runs `inplace-ttt evaluate PATH --text PATH…`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from .options.evaluate import BLOCK, DISTANCES
 
 NUMBERS = "evaluation.json"
 _PROBED = 512
-"""Tokens of text by which two tokenizers are told apart."""
+"""Tokens of text on which two tokenizers are compared."""
 
 
 def run(args: argparse.Namespace) -> Result:
@@ -59,8 +59,8 @@ def run(args: argparse.Namespace) -> Result:
     refuse_not_finite(model, args.path)
     if config_of(model).prompt_write is not None:
         warn(
-            "this model writes at a prompt's end, and a text to evaluate has none; what its chunks would "
-            "write is measured instead."
+            "this model writes at a prompt's end, and a text to evaluate has none; the writes of its "
+            "chunks are measured instead."
         )
     base = None if args.base is None else load_plain(args.base, model.dtype)
     sinks, begins = SINKS if args.sinks is None else args.sinks, tuple(begins_of(tokenizer))
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> Result:
     _warn_of_what_is_seen(args, model, passage)
     baseline = BaselineLosses(args.cache)
     say_now()
-    # first: it refuses texts that are too short
+    # first, because it refuses texts that are too short
     facts = _facts(args, model, tokenizer, names, protocol) if args.facts else None
     result = compare(model, documents, protocol, base, baseline=baseline, progress=True)
     if args.repeated_passage:
@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> Result:
 
 
 def render(result: dict[str, Any]) -> str:
-    lines = [f"{len(result['documents'])} documents, nats a token past token {result['protocol']['skip']}"]
+    lines = [f"{len(result['documents'])} documents, nats per token past token {result['protocol']['skip']}"]
     lines += [
         f"  {name:8}{result[name]:9.4f}"
         for name in ("on", "off", "base", "mismatched")
@@ -134,7 +134,7 @@ def render(result: dict[str, Any]) -> str:
     ]
     if result["mismatched"] is None:
         lines.append(
-            "  one document alone: there is no other document's state to read, so that `document_gain` "
+            "  only one document: there is no other document's state to read, so that `document_gain` "
             "cannot be measured; give two or more"
         )
     if "repeated_passage" in result:
@@ -156,7 +156,7 @@ def render(result: dict[str, Any]) -> str:
 
 
 def _facts_table(facts: dict[str, Any]) -> list[str]:
-    """A line for each distance and kind of question, a column for each reading."""
+    """Returns the facts as lines: a row per distance and kind of question, a column per reading."""
     readings = facts["readings"]
     lines = [
         f"  facts, {facts['records']} records in each of {facts['documents']} documents: exact match / "
@@ -176,7 +176,10 @@ def _facts_table(facts: dict[str, Any]) -> list[str]:
 
 
 def _shares(kind: dict[str, Any]) -> str:
-    """A question without an answer counts hallucinated names; one option alone leaves no choice."""
+    """Returns the shares of a kind of question as one cell.
+
+    A question without an answer has only the share of hallucinated names. A single option leaves no choice.
+    """
     names = (
         ("exact_match", "hallucinated")
         if kind["options"] == 1
@@ -199,8 +202,10 @@ def _skip(args: argparse.Namespace, model: PreTrainedModel) -> int:
 def _facts(
     args: argparse.Namespace, model: PreTrainedModel, tokenizer: Any, names: list[str], protocol: Protocol
 ) -> dict[str, Any]:
-    """Each document tells its facts in the text of its name, and goes on into the next ones where that
-    ends."""
+    """Measures the recall of facts.
+
+    Each document states its facts within its own text. Where that text ends, the next one follows.
+    """
     encode = functools.partial(ids_within, tokenizer)
     distances, files, number = (
         args.distances or DISTANCES,
@@ -216,12 +221,15 @@ def _facts(
 
 
 def _refuse_other_base(path: str, base: PreTrainedModel, tokenizer: Any, documents: Sequence[Tensor]) -> None:
-    """Refuse a base that reads other tokens than these; one without a tokenizer has to know them."""
+    """Raises InPlaceTTTError for a base that would read other tokens than the model.
+
+    A base without a tokenizer needs embeddings for all tokens of the documents.
+    """
     known = base.get_input_embeddings().num_embeddings
     if (largest := max(int(ids.max()) for ids in documents)) >= known:
         raise InPlaceTTTError(
-            f"{path} knows {known:,} tokens, and the texts hold number {largest:,}; it is no base of this "
-            "model."
+            f"{path} has {known:,} embeddings, and the texts hold token id {largest:,}; it is not "
+            "the base of this model."
         )
     try:
         other = tokenizer_of(path)
@@ -231,21 +239,24 @@ def _refuse_other_base(path: str, base: PreTrainedModel, tokenizer: Any, documen
 
 
 def _warn_of_what_is_seen(args: argparse.Namespace, model: PreTrainedModel, passage: Passage) -> None:
-    """Where attention sees what a probe is to ask the fast weights for, on and off know it alike."""
+    """Warns if attention reaches the text that a probe asks the fast weights about.
+
+    Writes on and off then answer alike.
+    """
     reach = attention_reach(model.config.get_text_config(), args.window)
-    probes = [("--repeated-passage: the first copy", passage.gap)] if args.repeated_passage else []
-    probes += [("--facts: what was told", min(args.distances or DISTANCES))] if args.facts else []
+    probes = [("--repeated-passage: the first copy is", passage.gap)] if args.repeated_passage else []
+    probes += [("--facts: the facts are", min(args.distances or DISTANCES))] if args.facts else []
     for what, distance in probes:
         if distance < reach:
             seen = "all of the text" if reach == inf else f"{reach:,} tokens"
             warn(
-                f"{what} stands {distance:,} tokens back, and attention sees {seen}; a smaller --window "
-                "asks the fast weights alone."
+                f"{what} {distance:,} tokens back, within reach of attention, which sees {seen}; a smaller "
+                "--window tests the fast weights alone."
             )
 
 
 def _digest(documents: Sequence[Tensor]) -> str:
-    """Of the token ids that are read."""
+    """Returns the sha256 of the documents' token ids."""
     digest = hashlib.sha256()
     for ids in documents:
         digest.update(len(ids).to_bytes(8, "little") + ids.cpu().numpy().tobytes())
@@ -255,8 +266,10 @@ def _digest(documents: Sequence[Tensor]) -> str:
 def _documents(
     args: argparse.Namespace, model: PreTrainedModel, tokenizer: Any, protocol: Protocol
 ) -> tuple[list[str], list[Tensor]]:
-    """The texts' names and token ids [T]; those too short are passed over where --documents asks for a
-    number."""
+    """Returns the texts' names and token ids [T].
+
+    With --documents, texts that are too short are skipped.
+    """
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**15
     least = max(config_of(model).chunk_size, protocol.skip) + 2
     names: list[str] = []

@@ -1,4 +1,4 @@
-"""`inplace-ttt export PATH OUT --format F`"""
+"""Runs `inplace-ttt export PATH OUT --format FORMAT`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> Result:
 
 
 def _output(args: argparse.Namespace) -> AbstractContextManager[Path]:
-    """The folder to write, apart from the checkpoint that is exported and from its base."""
+    """Returns the folder to write, which must lie apart from the exported checkpoint and its base."""
     return new_folder(args.out, CHECKPOINT, overwrite=args.overwrite, sources=[args.path, args.base])
 
 
@@ -46,7 +46,7 @@ def _official(args: argparse.Namespace, found: Opened) -> None:
             f"{args.path} is an adapter, the official format holds all weights; export it as full first."
         )
     checkpoint = found.checkpoint
-    checkpoint.ttt_config  # noqa: B018 - refuses what is not converted
+    checkpoint.ttt_config  # noqa: B018 - raises if not converted
     require_sound(checkpoint, empty_model(checkpoint)[1])
     with _output(args) as folder:
         write_official(folder, checkpoint)
@@ -69,11 +69,10 @@ def _full(args: argparse.Namespace, found: Opened) -> None:
         raise InPlaceTTTError(f"{args.path} is a full checkpoint already.")
     config, known, tensors = found.read
     checkpoint, plan = found.planned()
-    base = describe_base(checkpoint, plan) if args.base else known  # where it is now
+    base = describe_base(checkpoint, plan) if args.base else known  # the base's present place
     if checkpoint.fingerprint(plan.down_proj.values()) != known["fingerprint"]:
         raise InPlaceTTTError(
-            f"{checkpoint.name} has other weights than the base that {args.path} was made for; take that "
-            "base."
+            f"{checkpoint.name} has other weights than the base that {args.path} was made for; use that base."
         )
     require_sound(checkpoint, empty_model(checkpoint)[1])
     with _output(args) as folder:
@@ -82,7 +81,7 @@ def _full(args: argparse.Namespace, found: Opened) -> None:
 
 
 def _merged(args: argparse.Namespace, found: Opened) -> None:
-    """A PEFT adapter and its base as one."""
+    """Writes a PEFT adapter merged into its base."""
     model, tokenizer = load_with_tokenizer(args.path, args.base, "auto")
     with _output(args) as folder:
         model.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""`inplace-ttt generate PATH --prompt-file F`"""
+"""Runs `inplace-ttt generate PATH --prompt-file PATH`."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ def run(args: argparse.Namespace) -> Result:
                 else {"do_sample": False}
             )
             with reported(
-                f"cannot generate as {args.path}/generation_config.json asks", "mend it or delete it"
+                f"cannot generate with the settings of {args.path}/generation_config.json",
+                "correct it or delete it",
             ):
                 new = state.generate(ids, progress=True, max_new_tokens=args.max_new_tokens, **sampling)
         else:

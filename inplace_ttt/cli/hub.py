@@ -1,4 +1,4 @@
-"""`--push REPO`: a finished folder goes to a hub."""
+"""Uploads a finished folder to the hub (`--push REPO`)."""
 
 from __future__ import annotations
 
@@ -11,25 +11,30 @@ from .messages import say_now
 
 
 def require_token(args: argparse.Namespace) -> None:
-    """Refuse, before anything is done, what could not be pushed at the end."""
+    """Raises InPlaceTTTError before any work if the result could not be pushed at the end."""
     from huggingface_hub import constants, get_token
     from huggingface_hub.utils import validate_repo_id
 
     if args.push is None:
         return
-    with reported(f"--push {args.push} names no repository of a hub"):
+    with reported(f"--push {args.push} does not name a repository of the hub"):
         validate_repo_id(args.push)
     if constants.HF_HUB_OFFLINE:
         raise InPlaceTTTError("--push needs the hub, and HF_HUB_OFFLINE is set; leave one of the two out.")
     if get_token() is None:
-        raise InPlaceTTTError(
-            "--push needs a token of the hub; log in with `hf auth login`, or set HF_TOKEN."
-        )
+        raise InPlaceTTTError("--push needs a hub token; log in with `hf auth login`, or set HF_TOKEN.")
 
 
 def push(folder: Path, repository: str | None) -> str | None:
-    """Upload a folder as the newest commit of a repository, made if it is new; gives its address, None where
-    none was asked for."""
+    """Uploads a folder as the newest commit of a repository, which is created if it does not exist.
+
+    Args:
+        folder: to upload.
+        repository: NAME or OWNER/NAME; None to skip the upload.
+
+    Returns:
+        The repository's address; None without an upload.
+    """
     from huggingface_hub import HfApi
 
     if repository is None:
@@ -42,5 +47,5 @@ def push(folder: Path, repository: str | None) -> str | None:
 
 
 def pushed(result: dict[str, Any]) -> list[str]:
-    """The line that says so."""
+    """Returns the printed line about the upload, if there was one."""
     return [f"pushed to {result['pushed']}"] if result["pushed"] else []

@@ -1,4 +1,4 @@
-"""`inplace-ttt import-official PATH OUT`"""
+"""Runs `inplace-ttt import-official PATH OUT`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ..files.manifest import CHECKPOINT, refuse_to_replace
 from . import Result
 
 _TRAINING = (
-    "TTT-NTP, its training form; its code keeps sums in bfloat16 and has one document a row, here "
-    "they are float32 and any number"
+    "TTT-NTP, its training form; its code keeps sums in bfloat16 and one document per row, here "
+    "sums are float32 and a row may hold several documents"
 )
-_INFERENCE = "prompt_write is not in its files: set to what its evaluation script gives"
+_INFERENCE = "prompt_write is missing in its files; set to the values of its evaluation script"
 
 
 def run(args: argparse.Namespace) -> Result:
@@ -49,7 +49,7 @@ def render(result: dict[str, Any]) -> str:
         lines += [_TRAINING, _INFERENCE]
     if result["ignored_layers"]:
         lines.append(
-            f"left out layers {result['ignored_layers']}: the model does not have them (the public code "
-            "ignores them silently)"
+            f"left out layers {result['ignored_layers']}: the model does not have them (the reference "
+            "code ignores them silently)"
         )
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""`inplace-ttt info PATH`"""
+"""Runs `inplace-ttt info PATH`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import argparse
 import math
 from typing import Any
 
+from ..checkpoint.layer_tensors import parameters_of
 from ..checkpoint.opened import open_model
-from ..checkpoint.reading import parameters_of
 from ..config import InPlaceTTTConfig
 from ..families import features
 from ..surgery import fast_weights
@@ -18,7 +18,7 @@ def run(args: argparse.Namespace) -> Result:
     found = open_model(args.path, args.base)
     conversion = found.conversion()
     config, tensors = conversion.config, conversion.tensors
-    # on disk they may be quantised
+    # not from disk, where weights may be quantized
     sizes = [(d, h) for h, d in map(features, fast_weights(conversion.model).values())]
     return {
         "form": found.form,
@@ -47,12 +47,12 @@ def render(result: dict[str, Any]) -> str:
             f"target           {config['target']}, " + _mixing(config),
             f"clip             {config['clip'] or 'none'}",
             "fast weight      "
-            f"{' and '.join(f'{d} x {h}' for d, h in dict.fromkeys(map(tuple, result['fast_weights'])))} a "
-            "layer",
+            f"{' and '.join(f'{d} x {h}' for d, h in dict.fromkeys(map(tuple, result['fast_weights'])))} "
+            "per layer",
             f"extensions       {', '.join(extensions) or 'none'}",
             f"new parameters   {result['new_parameters']:,}"
             + (f", and {result['measured']:,} measured numbers" if result["measured"] else ""),
-            f"state            {result['state_bytes_per_sequence'] / 2**20:.1f} MiB a sequence (float32)",
+            f"state            {result['state_bytes_per_sequence'] / 2**20:.1f} MiB per sequence (float32)",
         ]
     )
 

@@ -1,4 +1,4 @@
-"""What verbs load: models on this machine's device, and the tokenizer that belongs to them."""
+"""Loads models onto this machine's device, and their tokenizers, for the verbs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .messages import warn
 
 
 def refuse_not_finite(model: PreTrainedModel, path: str) -> None:
-    """Refuse weights that hold NaN or infinity: whatever such a model says is no answer."""
+    """Raises InPlaceTTTError for weights that hold NaN or infinities, which make every output meaningless."""
     for name, parameter in readable_parameters(model):
         if not torch.stack(parameter.detach().aminmax()).isfinite().all():
             raise InPlaceTTTError(
@@ -29,8 +29,16 @@ def refuse_not_finite(model: PreTrainedModel, path: str) -> None:
 
 
 def note_on_positions(model: PreTrainedModel, tokens: int, remedy: str) -> str | None:
-    """What to know where a text is longer than the model's config names. Raises InPlaceTTTError where
-    positions are learnt one by one."""
+    """Returns a warning if a text is longer than the model's config allows for, else None.
+
+    Args:
+        model: to read the text.
+        tokens: of the text.
+        remedy: end of the error message.
+
+    Raises:
+        InPlaceTTTError: if the model cannot read further, because it has a learned embedding per position.
+    """
     text = model.config.get_text_config()
     known = getattr(text, "max_position_embeddings", None)
     if known is None or tokens <= known:
@@ -47,8 +55,16 @@ def note_on_positions(model: PreTrainedModel, tokens: int, remedy: str) -> str |
 def refuse_other_tokenizer(
     other: PreTrainedTokenizerBase, tokenizer: PreTrainedTokenizerBase, base: str, text: str
 ) -> None:
-    """Refuse a base whose tokenizer reads a text otherwise: their losses and prompts would be of different
-    tokens."""
+    """Raises InPlaceTTTError for a base whose tokenizer gives other ids for a text.
+
+    Losses and prompts of the two models would not be comparable.
+
+    Args:
+        other: the base's tokenizer.
+        tokenizer: of the converted model.
+        base: its name, for the message.
+        text: to compare on.
+    """
     if other(text, verbose=False).input_ids != tokenizer(text, verbose=False).input_ids:
         raise InPlaceTTTError(
             f"{base} has another tokenizer than the converted checkpoint, so that they would read "
@@ -57,34 +73,53 @@ def refuse_other_tokenizer(
 
 
 def open_full(path: str) -> Full:
-    """A converted checkpoint for vLLM, which loads no adapter onto its base."""
+    """Opens a full converted checkpoint for vLLM, which does not load adapters of this package.
+
+    Raises:
+        InPlaceTTTError: if it is an adapter or not converted.
+    """
     found = open_model(path)
     if not isinstance(found, Full):
         raise InPlaceTTTError(
             f"{path} is an adapter, and vLLM serves full checkpoints; export it as full first."
         )
-    found.checkpoint.ttt_config  # noqa: B018 - refuses what is not converted
+    found.checkpoint.ttt_config  # noqa: B018 - raises if not converted
     return found
 
 
 def load_converted(path: str, base: str | None, dtype: str) -> PreTrainedModel:
-    """A converted model; base: where an adapter's base is, if not where it was."""
+    """Loads a converted model onto this machine's device.
+
+    Args:
+        path: converted checkpoint or adapter folder.
+        base: present place of an adapter's base, if it was moved.
+        dtype: name of a torch dtype, or "auto".
+    """
     return _to_device(load(path, base=base, dtype=_dtype(dtype)))
 
 
 def load_plain(path: str, dtype: str | torch.dtype) -> PreTrainedModel:
-    """A model without TTT."""
+    """Loads a model without TTT onto this machine's device."""
     return _to_device(load_base(path, dtype=_dtype(dtype) if isinstance(dtype, str) else dtype))
 
 
 def tokenizer_of(
     path: str, base: str | None = None, model: PreTrainedModel | None = None
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer beside a checkpoint, or beside an adapter's base; of no other model than `model`."""
+    """Returns the tokenizer beside a checkpoint, or beside an adapter's base.
+
+    Args:
+        path: checkpoint or adapter folder.
+        base: present place of an adapter's base, if it was moved.
+        model: if given, the tokenizer's ids are checked against its embeddings.
+
+    Raises:
+        InPlaceTTTError: if a usable tokenizer is missing, or it belongs to another model.
+    """
     source = open_model(path, base).tokenizer_source
     with reported(f"{source} has no usable tokenizer", "save the base's tokenizer into it"):
         tokenizer = AutoTokenizer.from_pretrained(source)
-        # its settings are looked at when it is used
+        # a tokenizer checks its settings only when it is used
         tokenizer.decode(tokenizer("a text", return_tensors="pt").input_ids[0])
     if model is not None:
         require_known_ids(tokenizer, model, source)
@@ -94,13 +129,16 @@ def tokenizer_of(
 def load_with_tokenizer(
     path: str, base: str | None, dtype: str
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A converted model, and its tokenizer."""
+    """Loads a converted model and its tokenizer."""
     model = load_converted(path, base, dtype)
     return model, tokenizer_of(path, base, model)
 
 
 def require_vllm() -> None:
-    """It is there, and says what it has to say on stderr, in every process."""
+    """Raises InPlaceTTTError unless vLLM is installed.
+
+    It also directs vLLM's log of every process to stderr.
+    """
     if find_spec("vllm") is None:
         raise InPlaceTTTError(f"serving needs vLLM, which is not installed; {how_to_install('vllm')}.")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")

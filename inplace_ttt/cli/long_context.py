@@ -1,5 +1,7 @@
-"""What the verbs of long-context benchmarks share: their options, the run over TTT on, off and the base,
-samples in files."""
+"""Shared code of the long-context benchmarks' verbs.
+
+It runs them with TTT on, off and on the base, and writes samples to files.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,16 @@ _Named = TypeVar("_Named", bound=Task)
 
 
 def chosen(given: str | None, possible: Iterable[str], known: Mapping[str, _Named]) -> tuple[_Named, ...]:
-    """The tasks of --tasks, or without it the `possible` ones."""
+    """Returns the tasks of --tasks, or by default those in `possible`.
+
+    Args:
+        given: names separated by commas.
+        possible: names of the default tasks.
+        known: name -> task.
+
+    Raises:
+        InPlaceTTTError: if a name is unknown.
+    """
     names = possible if given is None else dict.fromkeys(given.split(","))
     if unknown := [name for name in names if name not in known]:
         raise InPlaceTTTError(f"there is no task {unknown[0]!r}; --tasks takes {', '.join(known)}.")
@@ -54,14 +65,22 @@ def settings_of(args: argparse.Namespace, tasks: tuple[Task, ...]) -> Settings:
 
 
 def compare(args: argparse.Namespace, settings: Settings, material: Any, table: Table) -> Result:
-    """The answers with TTT on, off and from --base, as the JSON object of the verb; or with --write-samples
-    the samples in files."""
-    is_full = isinstance(open_model(args.path), Full)  # then --base is what to compare with
+    """Returns the verb's JSON object: the answers with TTT on, off and from --base.
+
+    With --write-samples the samples are written to files instead.
+
+    Args:
+        args: the parsed arguments.
+        settings: tasks, lengths and number of samples.
+        material: texts and questions of the benchmark.
+        table: computes the table from the results.
+    """
+    is_full = isinstance(open_model(args.path), Full)  # then --base is the model to compare with
     if args.write_samples:
         refuse_to_replace(args.write_samples, SAMPLES, sources=_sources(args))
         if args.base and is_full:
             raise InPlaceTTTError(
-                "--base has no effect with --write-samples, which asks no model; leave it out."
+                "--base has no effect with --write-samples, which runs no model; leave it out."
             )
         return _write_samples(args, settings, material)
     base_of_adapter, base = (None, args.base) if is_full else (args.base, None)
@@ -74,7 +93,7 @@ def compare(args: argparse.Namespace, settings: Settings, material: Any, table: 
     if base is not None:
         if Checkpoint.open(base).section is not None:
             raise InPlaceTTTError(
-                f"{base} is a converted checkpoint; --base takes what it was converted from."
+                f"{base} is a converted checkpoint; --base takes the checkpoint that it was converted from."
             )
         refuse_other_tokenizer(tokenizer_of(base), prompter.tokenizer, base, _PROBE)
     results, names = Results(args.out), ["on", "off"] if base is None else ["on", "off", "base"]
@@ -103,7 +122,7 @@ def compare(args: argparse.Namespace, settings: Settings, material: Any, table: 
             ]
         )
         if base is not None:
-            del model, off  # the base takes its place
+            del model, off  # frees its memory for the base
             gc.collect()
             go([_base(base, args.dtype)])
     return {
@@ -121,7 +140,7 @@ def compare(args: argparse.Namespace, settings: Settings, material: Any, table: 
 
 
 def _sources(args: argparse.Namespace) -> list[str]:
-    """What the command reads: a model, its base, texts and questions."""
+    """Returns the inputs of the command: a model, its base, texts and questions."""
     texts = [
         getattr(args, "haystack", None),
         *(getattr(args, "text", None) or ()),
@@ -137,8 +156,11 @@ def render(result: dict[str, Any], table: Callable[[dict[str, Any]], str]) -> st
 
 
 def _write_samples(args: argparse.Namespace, settings: Settings, material: Any) -> Result:
-    """A file a task and length; each line {index, input, outputs, answer_prefix, length, tokens_to_generate},
-    and options, if any."""
+    """Writes one file per task and length.
+
+    Each line is {index, input, outputs, answer_prefix, length, tokens_to_generate}, and options, if there are
+    any.
+    """
     prompter = Prompter(tokenizer_of(args.path, args.base), args.chat)
     total, written = settings.count * len(list(settings.cells())), 0
     with (
@@ -172,8 +194,7 @@ _PROBE = "One of the special magic numbers for well-known is: 1234567.\n1. word 
 
 
 def _notes(model: PreTrainedModel, settings: Settings) -> list[str]:
-    """What a reader of the table must know. Raises InPlaceTTTError for lengths that the model cannot read at
-    all."""
+    """Returns warnings about the lengths. Raises InPlaceTTTError for lengths that the model cannot read."""
     chunk_size = config_of(model).chunk_size
     notes = [
         note for length in settings.lengths if (note := note_on_positions(model, length, "lower --lengths"))
@@ -192,5 +213,5 @@ def _base(path: str, dtype: str) -> Variant:
 
 
 def _weights(model: PreTrainedModel) -> str:
-    """Of all that it computes with: the base to the bit, and the TTT layers."""
+    """Returns a digest of all weights: the base's exact bits, and the TTT layers'."""
     return f"{digest_without_writes(model)} {fingerprint_of(model)}"

@@ -1,5 +1,7 @@
-"""What a command says beside its result: warnings wait until its input has proved good, so that bad input
-gives one line alone."""
+"""Prints the messages of a command beside its result.
+
+Warnings are held back until the input has proved valid, so that bad input prints one line only.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from typing import TextIO
 
 
 class _Waiting(MemoryHandler):
-    """Records of every library, kept until `say_now` or the end; dropped where the command is refused."""
+    """Holds the log records of all libraries until `say_now` or the end; an error drops them."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -24,7 +26,7 @@ class _Waiting(MemoryHandler):
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """Within it warnings wait; at its end, unless by an error, they are said."""
+    """Holds warnings back inside the block, and prints them at its end unless it raises."""
     from transformers import logging as transformers_logging
 
     handler, root = _Waiting(), logging.getLogger()
@@ -33,7 +35,7 @@ def waiting() -> Iterator[None]:
     transformers_logging.disable_default_handler()
     transformers_logging.enable_propagation()
     logging.captureWarnings(True)
-    if bars:  # as our own: only where somebody watches
+    if bars:  # like our own bars, shown only on a terminal
         transformers_logging.disable_progress_bar()
     try:
         yield
@@ -62,7 +64,7 @@ def stdout_for_the_result() -> Iterator[None]:
 
 
 def say_now() -> None:
-    """The input is good: say what waited, and from here on everything at once."""
+    """Prints the warnings held so far, and later ones immediately; called once the input has proved valid."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler, _Waiting):
             handler.flush()
@@ -74,7 +76,11 @@ def warn(message: str) -> None:
 
 
 def say(text: str, stream: TextIO | None) -> None:
-    """A line, whatever the stream can spell; OSError where it is closed or full."""
+    """Prints a line; characters that the stream cannot encode are escaped.
+
+    Raises:
+        OSError: if the stream is closed or full.
+    """
     if stream is not None:
         encoding = getattr(stream, "encoding", None) or "utf-8"
         stream.write(f"{text.encode(encoding, 'backslashreplace').decode(encoding)}\n")
@@ -82,7 +88,17 @@ def say(text: str, stream: TextIO | None) -> None:
 
 
 def refuse(arguments: Sequence[str], verb: str | None, message: str, code: int) -> int:
-    """One line on stderr, and with --json an object on stdout; gives the exit code."""
+    """Prints one line on stderr, and with --json an object on stdout.
+
+    Args:
+        arguments: of the command.
+        verb: None if none was recognized.
+        message: the error.
+        code: exit code.
+
+    Returns:
+        The exit code.
+    """
     line = " ".join(message.split())
     with suppress(OSError, ValueError):
         say(f"inplace-ttt{f' {verb}' if verb else ''}: {line}", sys.stderr)

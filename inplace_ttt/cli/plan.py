@@ -1,4 +1,4 @@
-"""`inplace-ttt plan RECIPE`"""
+"""Runs `inplace-ttt plan RECIPE`."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def render(result: dict[str, Any]) -> str:
         f"{_number(result['ttt_parameters'])} new",
         f"TTT        layers {layers}; chunks of {result['chunk_size']} tokens, {result['chunks_per_row']} "
         "in a row of "
-        f"{result['sequence_length']}; {_size(result['state_bytes_per_sequence'])} of state a sequence",
+        f"{result['sequence_length']}; {_size(result['state_bytes_per_sequence'])} of state per sequence",
         f"devices    {result['devices']}, ZeRO stage {result['zero_stage']}{shared}",
         f"run        {result['steps']:,} steps of {result['rows_per_step']} rows, "
         f"{_number(result['tokens_per_step'])} tokens; "
         f"{_number(result['tokens'])} tokens in all",
-        f"compute    {result['flops_per_step']:.2e} FLOPs a step, {result['flops']:.2e} in all; TTT is "
+        f"compute    {result['flops_per_step']:.2e} FLOPs per step, {result['flops']:.2e} in all; TTT is "
         f"{result['fast_weight_flops']:.0%} of it",
         "",
         "device memory at its peak",
@@ -42,7 +42,7 @@ def render(result: dict[str, Any]) -> str:
             else []
         ),
         "",
-        f"on disk    {_size(result['checkpoint_bytes'])} a checkpoint, {_size(result['disk_bytes'])} at "
+        f"on disk    {_size(result['checkpoint_bytes'])} per checkpoint, {_size(result['disk_bytes'])} at "
         "the run's peak",
         *(
             [f"           saving takes {_size(result['saving_host_bytes'])} of the first node's memory"]
@@ -50,7 +50,7 @@ def render(result: dict[str, Any]) -> str:
             else []
         ),
         "",
-        "sent by a device in a step",
+        "sent per device and step",
         *(
             f"  {name.replace('_', ' '):18}{_size(value):>10}"
             for name, value in sent.items()

@@ -1,4 +1,4 @@
-"""`inplace-ttt serve PATH`"""
+"""Runs `inplace-ttt serve PATH`."""
 
 from __future__ import annotations
 
@@ -34,8 +34,10 @@ def render(result: dict[str, Any]) -> str:
 
 
 def _plugins() -> list[str]:
-    """Those that vLLM loads by itself, and ours: it adds endpoints only where they are named, and then takes
-    no others."""
+    """Returns the plugins that vLLM loads by itself, and this package's.
+
+    vLLM adds endpoints only for plugins that are named, and then loads no others.
+    """
     groups = (
         group
         for group in entry_points().groups

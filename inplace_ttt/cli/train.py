@@ -1,4 +1,4 @@
-"""`inplace-ttt train`"""
+"""Runs `inplace-ttt train RECIPE`."""
 
 from __future__ import annotations
 
@@ -27,15 +27,17 @@ def run(args: argparse.Namespace) -> Result:
         for flag, given in (("--from-scratch", args.from_scratch), ("--no-audit", args.no_audit))
         if given
     ]
-    meta_model(recipe)  # refuses here, once, what every process would
+    meta_model(recipe)  # raises here once, instead of in every process
     output = Path(recipe.output)
-    # this command, once on each node
+    # True if this command runs once on each node
     everywhere = recipe.parallel.launcher == "torchrun" and recipe.parallel.nnodes > 1
     resume = not args.from_scratch
-    # Where another launcher starts the run, its first process holds the output.
+    # If another launcher starts the run, the run's first process holds the output.
     with held(recipe, resume) if recipe.parallel.starts_itself else nullcontext():
         before = finished(recipe) if resume else None
-        if before is not None and not everywhere:  # where it is, the other nodes may not know, and would wait
+        if (
+            before is not None and not everywhere
+        ):  # on several nodes the others may not see the report, and would wait
             return {**before, "finished_before": True}, 0
         say_now()
         code = launch(recipe, arguments)
@@ -48,9 +50,9 @@ def run(args: argparse.Namespace) -> Result:
 
 def render(result: dict[str, Any]) -> str:
     if result["output"] is None and not result["exit_code"]:
-        return "the run has ended; its report and checkpoint lie on the node of process 0"
+        return "the run has ended; its report and checkpoint are on the node of process 0"
     if result["output"] is None:
-        return f"the run stopped with exit code {result['exit_code']}; its log above says why"
+        return f"the run stopped with exit code {result['exit_code']}; see its log above for the reason"
     lines = ["the run was finished before; nothing was run"] if result["finished_before"] else []
     lines.append(f"{result['steps']} steps in {result['seconds']} s, final loss {result['final_loss']:.4f}")
     evaluation = result["evaluation"]

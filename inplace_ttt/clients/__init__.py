@@ -1,1 +1,1 @@
-"""Converted models in other people's training stacks, each in the module that its configuration names."""
+"""Integrations with other training frameworks, each in the module that its configuration names."""

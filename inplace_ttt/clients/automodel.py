@@ -1,5 +1,7 @@
-"""The model of a NeMo Automodel YAML: `_target_: inplace_ttt.clients.automodel.from_pretrained` in its
-section `model`."""
+"""Builds the model for NeMo Automodel.
+
+Its YAML names it in section `model`: `_target_: inplace_ttt.clients.automodel.from_pretrained`.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,16 @@ from .settings import prepare, settings_of
 def from_pretrained(
     pretrained_model_name_or_path: str, ttt: Mapping[str, Any] | None = None, **options: Any
 ) -> nn.Module:
-    """A converted model for Automodel's recipe, which puts its own infrastructure (PEFT, sharding,
-    compilation) around it afterwards.
+    """Returns a converted model for Automodel's recipe, which adds PEFT, sharding and compilation afterwards.
 
-    ttt: what is converted and how, as in a recipe of ours; none for a folder that is converted already.
-    options: for `AutoModelForCausalLM.from_pretrained`.
-    Raises InPlaceTTTError for settings that cannot be, and for weights that cannot be loaded whole.
+    Args:
+        pretrained_model_name_or_path: model folder or hub id.
+        ttt: settings of the conversion, as in a recipe of this package; None for a folder that is already
+            converted.
+        options: arguments for `AutoModelForCausalLM.from_pretrained`.
+
+    Raises:
+        InPlaceTTTError: if the settings are invalid, or the weights cannot be loaded completely.
     """
     settings = settings_of({} if ttt is None else {"ttt": ttt})
     return prepare(load_base(pretrained_model_name_or_path, **options), settings.ttt)

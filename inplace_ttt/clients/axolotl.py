@@ -1,5 +1,8 @@
-"""A plugin of Axolotl: `plugins: [inplace_ttt.clients.axolotl.InPlaceTTTPlugin]` in its YAML, and a section
-`inplace_ttt`."""
+"""A plugin for Axolotl.
+
+Its YAML names it with `plugins: [inplace_ttt.clients.axolotl.InPlaceTTTPlugin]` and has a section
+`inplace_ttt`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from .settings import ClientSettings, prepare, settings_of
 
 
 class InPlaceTTTArgs(BaseModel):
-    """What the plugin adds to Axolotl's own keys; `settings.ClientSettings` says what is in it."""
+    """The key that the plugin adds to Axolotl's own; `settings.ClientSettings` is its schema."""
 
     inplace_ttt: dict[str, Any] | None = None
 
@@ -24,7 +27,10 @@ class InPlaceTTTArgs(BaseModel):
 
 
 class InPlaceTTTPlugin(BasePlugin):
-    """Converts the model before any adapter, gives conv and P their rates, warms η up, and guards the run."""
+    """Converts the model before any adapter is added, and prepares its training.
+
+    It gives conv and P their learning rates, warms η up, and adds the checks of `InPlaceTTTCallback`.
+    """
 
     def get_input_args(self) -> str:
         return f"{__name__}.{InPlaceTTTArgs.__name__}"
@@ -33,8 +39,11 @@ class InPlaceTTTPlugin(BasePlugin):
         prepare(model, _settings(cfg).ttt)
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
-        """Here and not in `create_optimizer`, which Axolotl 0.19 never calls; and callbacks that it is given
-        later come after ours."""
+        """Attaches the training settings to the trainer.
+
+        It does so here because Axolotl 0.19 never calls `create_optimizer`. Callbacks that Axolotl adds later
+        run after ours.
+        """
         _settings(cfg).training.attach(trainer)
 
 

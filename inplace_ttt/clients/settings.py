@@ -1,4 +1,4 @@
-"""What a client's own YAML says of us, and the conversion it asks for."""
+"""Reads the settings of this package in a client's own YAML, and converts the model accordingly."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from ..training.loop.callback import InPlaceTTTCallback
 
 @dataclass(frozen=True)
 class ClientSettings:
-    """ttt: what is converted and how, with `preset` for where the rest comes from; none for a model that is
-        converted already.
+    """The section `inplace_ttt` of a client's YAML.
 
-    training: the settings of `InPlaceTTTCallback`.
+    Attributes:
+        ttt: settings of the conversion; `preset` gives those that are left out. None for a model that is
+            already converted.
+        training: settings of `InPlaceTTTCallback`.
     """
 
     ttt: InPlaceTTTConfig | None = None
@@ -28,14 +30,24 @@ class ClientSettings:
 
 
 def settings_of(values: Mapping[str, Any] | None) -> ClientSettings:
-    """The section `inplace_ttt` of a client's YAML. Raises InPlaceTTTError with the path of the key that is
-    wrong."""
+    """Returns the section `inplace_ttt` of a client's YAML.
+
+    Raises:
+        InPlaceTTTError: with the path of the invalid key.
+    """
     return from_values(ClientSettings, values or {}, "inplace_ttt")
 
 
 def prepare(model: nn.Module, surgery: InPlaceTTTConfig | None) -> nn.Module:
-    """Convert a client's loaded model in place as its settings say; one that is converted already needs none.
-    Returns the model."""
+    """Converts a client's loaded model in place and returns it.
+
+    Args:
+        model: the loaded model.
+        surgery: settings of the conversion; None for a model that is already converted.
+
+    Raises:
+        InPlaceTTTError: if the settings are missing, do not apply, or need calibration.
+    """
     if is_converted(model):
         if surgery is not None:
             raise InPlaceTTTError(

@@ -1,7 +1,9 @@
-"""What writes and gradients do, measured; and what is wrong with them, found by ablation.
+"""Measures the gradients and writes of a converted model, and finds faults by ablation.
 
-diagnosis = diagnose(model, {"input_ids": ids})     # a converted model in memory; what requires a gradient
-counts as trained print(diagnosis.findings, write_report(diagnosis, "folder"))
+    diagnosis = diagnose(model, {"input_ids": ids})  # a converted model in memory
+    print(diagnosis.findings, write_report(diagnosis, "folder"))
+
+Parameters with `requires_grad` count as trained.
 """
 
 from .diagnosis import Diagnosis, diagnose

@@ -1,4 +1,4 @@
-"""A model with the rows that it is diagnosed on, and ways to run it that change nothing."""
+"""A model with the rows that it is diagnosed on, and forward passes that change nothing."""
 
 from __future__ import annotations
 
@@ -21,15 +21,19 @@ from ..tasks import IGNORED
 
 GENERATOR = ("conv", "proj")
 Key = tuple[int | None, str]
-"""A parameter: TTT layer and "conv", "proj" or "weight"; or None and "embeddings"."""
+"""Name of a parameter: (TTT layer, "conv", "proj" or "weight"), or (None, "embeddings")."""
 
 
 @dataclass(frozen=True)
 class DiagnosedModel:
-    """A converted model and rows for it: input_ids [B, T], and attention_mask, position_ids, labels where
-    there are any.
+    """A converted model and the rows that it is diagnosed on.
 
-    tokenizer: what says a token's text, or None.
+    Attributes:
+        module: the model.
+        inputs: input_ids [B, T], and attention_mask and position_ids if the batch has them.
+        labels: int64 [B, T], not shifted.
+        layers: the TTT layers, by index.
+        tokenizer: decodes token ids for the findings, or None.
     """
 
     module: nn.Module
@@ -40,8 +44,17 @@ class DiagnosedModel:
 
     @classmethod
     def of(cls, model: nn.Module, batch: Mapping[str, Any], tokenizer: Any = None) -> DiagnosedModel:
-        """Raises InPlaceTTTError for a model that is not converted, partitioned weights, and rows that do not
-        fit it."""
+        """Checks a model and a batch, and returns them together.
+
+        Args:
+            model: a converted model.
+            batch: input_ids [B, T], and optionally attention_mask, position_ids and labels.
+            tokenizer: decodes token ids for the findings, or None.
+
+        Raises:
+            InPlaceTTTError: if the model is not converted, its weights or rows are split over processes, or
+                the batch does not fit it.
+        """
         layers = fast_weights(model)
         if not layers:
             raise InPlaceTTTError(
@@ -79,11 +92,11 @@ class DiagnosedModel:
 
     @property
     def next_tokens(self) -> Tensor:
-        """What each position predicts, int64 [B, T]; -100 where nothing."""
+        """Token that each position predicts, int64 [B, T]; -100 if it predicts none."""
         return torch.nn.functional.pad(self.labels[:, 1:], (0, 1), value=IGNORED)
 
     def without(self, *names: str) -> DiagnosedModel:
-        """The same with inputs left out."""
+        """Returns a copy without the named inputs, whose labels are its input ids."""
         return replace(
             self,
             inputs={k: v for k, v in self.inputs.items() if k not in names},
@@ -91,8 +104,10 @@ class DiagnosedModel:
         )
 
     def parameters(self) -> dict[Key, nn.Parameter]:
-        """conv, P and W0 of every TTT layer and the embeddings, where they are plain floating-point
-        parameters."""
+        """Returns conv, P and W0 of every TTT layer, and the embeddings.
+
+        Only floating-point parameters are included, and no quantized ones.
+        """
         found: dict[Key, nn.Parameter] = {}
         for index, layer in self.layers.items():
             for name, parameter in layer.ttt.named_parameters():  # under PEFT the trained copy comes last
@@ -104,7 +119,7 @@ class DiagnosedModel:
 
     @contextmanager
     def mode(self, training: bool) -> Iterator[None]:
-        """Train or eval mode under a fixed seed; modes and generators are put back."""
+        """Sets train or eval mode under a fixed seed; restores all modes and generators afterwards."""
         before = [(module, module.training) for module in self.module.modules()]
         with seeded(self.module, 0):
             self.module.train(training)
@@ -115,20 +130,21 @@ class DiagnosedModel:
                     module.training = was
 
     def forward(self, **kwargs: Any) -> Any:
+        """Runs a forward pass without a cache."""
         return self.module(**self.inputs, use_cache=False, **kwargs)
 
 
 def _as_tensors(batch: Mapping[str, Any], device: torch.device) -> dict[str, Tensor]:
-    """A batch's tensors on a device, each of the rows' shape."""
+    """Moves a batch's tensors to a device, and checks that each has the shape of the rows."""
     if unknown := sorted(set(batch) - {"input_ids", "attention_mask", "position_ids", "labels"}):
         raise InPlaceTTTError(
-            f"a batch to diagnose has no {unknown[0]!r}; give input_ids, attention_mask, position_ids, "
+            f"a batch to diagnose cannot hold {unknown[0]!r}; give input_ids, attention_mask, position_ids, "
             "labels."
         )
     found = {}
     for name, value in batch.items():
         if value is not None:
-            with reported(f"{name} of a batch to diagnose is no tensor of rows"):
+            with reported(f"{name} of a batch to diagnose is not a tensor of rows"):
                 found[name] = torch.as_tensor(value).to(device)
     ids = found.get("input_ids")
     if ids is None:
@@ -145,8 +161,10 @@ def _as_tensors(batch: Mapping[str, Any], device: torch.device) -> dict[str, Ten
 
 
 def _own_next_tokens(ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:
-    """The labels of plain text: the ids, without pads and without each document's first token, which nothing
-    of its own predicts."""
+    """Returns the labels of plain text: the ids without padding and without first tokens.
+
+    No token of the same document precedes a document's first token, so it is not predicted.
+    """
     labels = ids.clone()
     if mask is not None:
         labels[mask == 0] = IGNORED

@@ -1,4 +1,4 @@
-"""`diagnose`: every measurement of one model on some rows, and what they amount to."""
+"""Runs every measurement of a model on some rows, and derives the findings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,14 @@ _GROUPS = ("conv", "proj", "weight", "embeddings")
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was measured and found, in order of severity. rows: [B, T]."""
+    """Measurements and findings of a model.
+
+    Attributes:
+        subject: name of the model.
+        measured: the measurements.
+        findings: the findings, the most severe first.
+        rows: number of rows B and of tokens T.
+    """
 
     subject: str
     measured: Measurements
@@ -31,10 +38,11 @@ class Diagnosis:
     rows: tuple[int, int]
 
     def of(self, severity: str) -> list[Finding]:
+        """Returns the findings of a severity."""
         return [finding for finding in self.findings if finding.severity == severity]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values: numbers that are not finite become null."""
+        """Returns plain JSON values. Numbers that are not finite become null."""
         m = self.measured
         return _plain(
             {
@@ -63,17 +71,24 @@ def diagnose(
     tokenizer: Any = None,
     progress: Progress | None = None,
 ) -> Diagnosis:
-    """Gradient flow, write health, precision and safe ranges of a converted model on rows of tokens.
+    """Diagnoses gradient flow, writes, precision and safe ranges of a converted model on rows of tokens.
 
-    batch: input_ids [B, T], and attention_mask, position_ids, labels where there are any. What requires a
-        gradient is what
-    counts as trained. The model is changed for the measurements and put back bit by bit: parameters, `.grad`,
-    modes, generators.
-    learning_rates: for Adam's first step (default: 5e-6, the paper's continued training). float32_masters:
-        the optimizer keeps
-    parameters in float32 besides, as DeepSpeed does, so that no step rounds away. tokenizer: says the text of
-    a token that a finding names. Raises InPlaceTTTError for a model that is not converted or has partitioned
-    weights, and for rows that do not fit it.
+    The model is changed for the measurements and restored bit by bit: parameters, `.grad`, modes and random
+    generators. Parameters that require a gradient count as trained.
+
+    Args:
+        model: a converted model.
+        batch: input_ids [B, T], and optionally attention_mask, position_ids and labels.
+        learning_rates: rates of Adam's first step. Default: 5e-6, as in the paper's continued training.
+        float32_masters: True if the optimizer keeps parameters in float32, as DeepSpeed does, so that no step
+            rounds away.
+        name: name of the model in the report. Default: its class.
+        tokenizer: decodes the token that a finding names.
+        progress: called with passes done, passes expected and the title of the next pass.
+
+    Raises:
+        InPlaceTTTError: if the model is not converted, its target is a gradient, its weights are partitioned,
+            or the rows do not fit it.
     """
     refuse_gradient_target(model, "diagnosed")
     diagnosed = DiagnosedModel.of(model, batch, tokenizer)
@@ -96,7 +111,7 @@ def diagnose(
 
 
 class _Steps:
-    """Passes done, for a progress bar; there are more where something is wrong."""
+    """Counts passes for a progress bar; faults add passes to the expected number."""
 
     def __init__(self, progress: Progress | None, expected: int) -> None:
         self.progress, self.expected, self.done = progress, expected, 0
@@ -112,7 +127,7 @@ class _Steps:
 
 
 def _group(m: Measurements, kind: str) -> dict[str, Any]:
-    """A kind of parameter, over all layers."""
+    """Returns sizes and gradients of one kind of parameter, over all layers."""
     g = m.gradients
     sizes, norms, steps, weights = (
         summed(x, name)
@@ -124,7 +139,7 @@ def _group(m: Measurements, kind: str) -> dict[str, Any]:
 
 
 def _parameter(m: Measurements, key: Key) -> dict[str, Any]:
-    """A kind of parameter, in one layer."""
+    """Returns sizes and gradients of one parameter."""
     g = m.gradients
     return _flow(
         m.sizes[key], g.norms.get(key), g.steps.get(key), g.norms.get((key[0], "weight")), m.trained[key]

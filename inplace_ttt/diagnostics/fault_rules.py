@@ -1,5 +1,4 @@
-"""The rules from measurements to faults in the layer itself: weights, ways of the gradient, order of reading
-and writing, sign, size."""
+"""Rules for faults in the layer itself: weights, gradient paths, own-chunk reads, sign and size."""
 
 from __future__ import annotations
 
@@ -18,15 +17,15 @@ from .write_effects import HARM, read
 from .writes import longest_document
 
 NO_EFFECT = 1e-4
-"""η‖S‖/‖W0‖ that changes nothing."""
+"""Largest η‖S‖/‖W0‖ that changes no prediction."""
 _LEAKS = 0.01
-"""Of what a layer's writes move the logits of later tokens by, what they may move those by that read none."""
+"""Largest change of the logits of first chunks that is not a leak, as a fraction of later ones' change."""
 _USUAL_CONV = 0.02
-"""RMS entry of a conv that has been trained: between the step of a first rate and one."""
+"""RMS entry of a trained conv: between the size of one Adam step and 1."""
 
 
 def weights_not_finite(model: DiagnosedModel) -> list[Finding]:
-    """NaN and infinity by the parameter that holds them; of each TTT layer its own."""
+    """Returns a finding for each parameter or calibrated buffer that holds NaN or infinity."""
     own: dict[int, tuple[int, str]] = {}
     for index, layer in model.layers.items():
         for name, tensor in (*layer.ttt.named_parameters(), *layer.ttt.named_buffers()):
@@ -51,8 +50,10 @@ def weights_not_finite(model: DiagnosedModel) -> list[Finding]:
 
 
 def not_finite(model: DiagnosedModel, m: Measurements) -> Finding:
-    """A loss that is NaN or infinite with finite weights: with the writes of which layers off it is
-    finite."""
+    """Returns the finding for a loss that is NaN or infinite although all weights are finite.
+
+    It names the layers whose writes alone cause it.
+    """
     layers = []
     if math.isfinite(m.loss_off):
         for index in model.layers:
@@ -74,7 +75,8 @@ def not_finite(model: DiagnosedModel, m: Measurements) -> Finding:
 
 
 def faults(model: DiagnosedModel, m: Measurements) -> list[Finding]:
-    own = _own_chunk(m)  # losses tell nothing about the sign where a chunk reads its own targets
+    """Returns the findings on the layer itself."""
+    own = _own_chunk(m)  # the loss does not show the sign if a chunk reads its own targets
     return [*_cut_ways(m), *_frozen_weight(model, m), *(own or _away(model, m)), *_small_conv(model, m)]
 
 
@@ -93,7 +95,7 @@ def _cut_ways(m: Measurements) -> list[Finding]:
             )
             message = (
                 f"layer {index}: the keys that it {' and '.join(cut)} get a gradient of {had} where "
-                f"{due} is due"
+                f"{due} is expected"
             )
             numbers = {name: {"found": way.found, "expected": way.expected} for name, way in cut.items()}
             found.append(Finding("keys-detached", "severe", message, (index,), numbers))
@@ -115,7 +117,10 @@ def _cut_ways(m: Measurements) -> list[Finding]:
 
 
 def _frozen_weight(model: DiagnosedModel, m: Measurements) -> list[Finding]:
-    """W0 that does not train where most of its MLP does. LoRA and a frozen base leave the MLP frozen too."""
+    """Returns a finding for each W0 that does not train although most of its MLP does.
+
+    LoRA and a frozen base are not faults: with them the MLP does not train either.
+    """
     found = []
     paths = {id(module): path for path, module in model.module.named_modules()}
     for index, layer in model.layers.items():
@@ -140,7 +145,7 @@ def _mostly_trains(parent: nn.Module, layer: FastWeight) -> bool:
 def _own_chunk(m: Measurements) -> list[Finding]:
     found = []
     _, (start, stop) = longest_document(m.layout)
-    # the last chunk that predicts: no prediction reads its targets
+    # the last chunk that predicts a token; no prediction reads its targets
     predicting = max(0, stop - start - 2) // m.layout.chunk_size
     for index, chunks in m.gradients.by_chunk.items():
         effect, last = m.effects.get(index), chunks[predicting] if chunks else 0.0
@@ -152,8 +157,7 @@ def _own_chunk(m: Measurements) -> list[Finding]:
         if leaks and effect is not None:
             said.append(
                 f"its writes move the logits of first chunks, which read no write, by {effect.leaked:.2g} "
-                "(RMS; later ones by "
-                f"{effect.logits:.2g})"
+                f"(RMS; later ones by {effect.logits:.2g})"
             )
         if reached:
             said.append(
@@ -181,7 +185,7 @@ def _away(model: DiagnosedModel, m: Measurements) -> list[Finding]:
         )
         said = f"the cosine of P with the identity is {cosine:.2f}"
         if effect is not None and turned is not None:
-            said += f"; its writes change the loss by {effect.loss}, with the other sign by {turned}"
+            said += f"; its writes change the loss by {effect.loss}, with the opposite sign by {turned}"
         numbers = {
             "cosine": cosine,
             "loss_change": effect and effect.loss.loss,
@@ -193,7 +197,7 @@ def _away(model: DiagnosedModel, m: Measurements) -> list[Finding]:
 
 
 def _small_conv(model: DiagnosedModel, m: Measurements) -> list[Finding]:
-    """Writes that move nothing, and with a conv of a usual size would."""
+    """Returns a finding for writes without effect that would have one with a conv of the usual size."""
     found = []
     for index, writes in m.writes.items():
         conv = model.parameters().get((index, "conv"))
@@ -205,8 +209,8 @@ def _small_conv(model: DiagnosedModel, m: Measurements) -> list[Finding]:
             usual = writes.state_ratio * _USUAL_CONV / size
             message = (
                 f"layer {index}: conv's entries are {size:.1e} (RMS), so that a document moves the weight "
-                f"by {writes.state_ratio:.1e} of "
-                f"its norm; with entries of {_USUAL_CONV} it would be {usual:.1e}"
+                f"by {writes.state_ratio:.1e} of its norm; with entries of {_USUAL_CONV} it would be "
+                f"{usual:.1e}"
             )
             found.append(
                 Finding(

@@ -1,4 +1,4 @@
-"""What Adam's first step does: to the loss, and to the entries of parameters in half precision."""
+"""Measures Adam's first step: its effect on the loss and on the entries of half-precision parameters."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from .gradients import Rates
 from .overrides import with_values
 
 GENTLER = 0.1
-"""Of the rates: the step that is tried beside the whole one."""
+"""Fraction of the learning rates at which the step is also tried."""
 
 
 @dataclass(frozen=True)
 class FirstStep:
-    """losses: mean loss, in training mode, after the step at the rates and at a tenth of them. moved: by
-        parameter in half precision the
-    share of its entries, of those with a gradient, that the step changes where nobody keeps them in float32.
+    """Effect of Adam's first step.
+
+    Attributes:
+        losses: mean loss in training mode after the step, at the learning rates and at a tenth of them.
+        moved: for each parameter in half precision, the share of entries that the step changes if the
+            optimizer keeps no float32 copy. Only entries with a gradient count.
     """
 
     losses: tuple[float, float]
@@ -27,10 +30,15 @@ class FirstStep:
 
 
 def try_first_step(model: DiagnosedModel, found: dict[Key, Tensor], rates: Rates) -> FirstStep | None:
-    """Every diagnosed parameter that is trained goes its rate against the sign of its gradient; None where
-    none is.
+    """Tries Adam's first step, which moves every entry by its rate against the sign of its gradient.
 
-    found: the gradients.
+    Args:
+        model: the model; its parameters are restored afterwards.
+        found: gradient of each diagnosed parameter, in its shape.
+        rates: learning rates of the step.
+
+    Returns:
+        The effect of the step, or None if no diagnosed parameter is trained.
     """
     known = model.parameters()
     trained = {
@@ -59,8 +67,10 @@ def _loss(model: DiagnosedModel, values: dict[nn.Parameter, Tensor]) -> float:
 
 
 def loss_slope(model: DiagnosedModel, layers: list[int], step: float) -> float:
-    """dL/d ln ‖P‖ of some layers together, by a difference of the loss at P times 1 + step and 1 - step, in
-    training mode."""
+    """Returns dL/d ln ‖P‖ of some layers together, by a central difference in training mode.
+
+    The loss is computed with P times 1 + step and with P times 1 - step.
+    """
     known = model.parameters()
     up, down = (
         _loss(model, {known[i, "proj"]: known[i, "proj"].detach() * (1 + s * step) for i in layers})

@@ -1,5 +1,7 @@
-"""Why a target generator's gradient is low or gone: every possible cause is removed in turn, and the gradient
-measured again."""
+"""Finds the cause of a low gradient of a target generator by ablation.
+
+Every possible cause is removed in turn, and the gradient is measured again.
+"""
 
 from __future__ import annotations
 
@@ -22,36 +24,57 @@ from .overrides import paper_p, random_like, with_eta, with_values
 from .write_effects import Scored
 
 RAISES = 10.0
-"""What raises the gradient by as much when it is removed is a cause."""
+"""A cause is confirmed if its removal raises the gradient by at least this factor."""
 
 _SMALL_ETA, _SMALL_P = 0.1, 0.5
 
 
 @dataclass(frozen=True)
 class Cause:
-    """present: the layers where it can be the cause. removed: the rows to use, and the change to the model,
-    without it."""
+    """A possible cause of a low gradient.
+
+    Attributes:
+        id: key of the fault in `CATALOGUE`.
+        present: returns the layers in which it can be the cause.
+        removed: returns the rows to use and the change to the model that remove it.
+        message: describes it for some layers, with numbers.
+    """
 
     id: str
     present: Callable[[DiagnosedModel, Gradients], list[int]]
     removed: Callable[[DiagnosedModel], tuple[DiagnosedModel, AbstractContextManager[Any]]]
-    says: Callable[[DiagnosedModel, Gradients, list[int]], str]
+    message: Callable[[DiagnosedModel, Gradients, list[int]], str]
 
 
 @dataclass(frozen=True)
 class Raised:
-    """What removing one cause did to a layer: the target generator's gradient over W_down's, or its norm
-    where W_down has none."""
+    """Effect of removing one cause.
+
+    Attributes:
+        cause: the cause.
+        layers: layers whose gradient rises enough.
+        factor: rise of the gradient of conv and P in the layer with the smallest rise; None for a rise from
+            zero. The gradient is taken relative to W_down's, if that is not zero.
+        after: gradient norm of conv and P in that layer after the removal.
+    """
 
     cause: Cause
     layers: list[int]
-    factor: float | None  # of the least raised layer; None from zero
+    factor: float | None  # of the layer with the smallest rise; None from zero
     after: float
 
 
 def causes_of_low_gradient(model: DiagnosedModel, found: Gradients, rates: Rates) -> list[Finding]:
-    """Findings for the layers whose target generator has lost its gradient or most of it; none where no layer
-    has."""
+    """Returns findings for the layers whose conv and P get little or no gradient.
+
+    Args:
+        model: the model and its rows.
+        found: the gradients.
+        rates: learning rates of Adam's first step.
+
+    Returns:
+        The findings; empty if no layer's gradient is low.
+    """
     low = [index for index in model.layers if index not in found.cut and found.low(index)]
     if not low:
         return []
@@ -70,8 +93,7 @@ def causes_of_low_gradient(model: DiagnosedModel, found: Gradients, rates: Rates
         )
         message = (
             f"{named(unexplained)}: conv's and P's gradient against W_down's is {sizes}, and removing any "
-            f"of {len(present)} "
-            "possible causes does not bring it back"
+            f"of {len(present)} possible causes does not bring it back"
         )
         findings.append(Finding("gradient-vanishing", "severe", message, tuple(unexplained)))
     return findings
@@ -80,7 +102,7 @@ def causes_of_low_gradient(model: DiagnosedModel, found: Gradients, rates: Rates
 def _without(
     model: DiagnosedModel, found: Gradients, cause: Cause, low: list[int], rates: Rates
 ) -> Raised | None:
-    """The gradient with a cause removed; None where that raises no low layer enough."""
+    """Measures the gradient with a cause removed; None if that raises no low layer enough."""
     again = _measured(model, [cause], rates)
     return _raised(cause, [i for i in low if i in cause.present(model, found)], found, again)
 
@@ -88,8 +110,10 @@ def _without(
 def _put_back(
     model: DiagnosedModel, found: Gradients, present: list[Cause], low: list[int], rates: Rates
 ) -> list[Raised]:
-    """No single removal helps: remove all, then put each back alone; those that take the gradient are causes
-    together."""
+    """Returns the causes that only together lower the gradient.
+
+    It is used if no single removal helps. All causes are removed, and each is put back alone.
+    """
     healthy = _measured(model, present, rates)
     raised = []
     for cause in present:
@@ -99,7 +123,7 @@ def _put_back(
 
 
 def _raised(cause: Cause, layers: list[int], before: Gradients, after: Gradients) -> Raised | None:
-    """What a cause takes in those of the layers where it takes enough."""
+    """Returns the effect of a cause on those of the layers in which it is large enough."""
     rises = {i: rise for i in layers if (rise := _rise(before, after, i)) >= RAISES}
     if not rises:
         return None
@@ -118,7 +142,10 @@ def _measured(model: DiagnosedModel, causes: list[Cause], rates: Rates) -> Gradi
 
 
 def _rise(before: Gradients, after: Gradients, layer: int) -> float:
-    """By how much the layer's target generator gained, relative to W_down where both have that."""
+    """Returns the factor by which the gradient of a layer's conv and P rises.
+
+    The gradient is taken relative to W_down's if both measurements have one.
+    """
     a, b = before.ratio(layer), after.ratio(layer)
     if a is None or b is None:
         a, b = before.of_generator(layer), after.of_generator(layer)
@@ -132,14 +159,12 @@ def _finding(model: DiagnosedModel, found: Gradients, raised: Raised) -> Finding
     ratio = found.ratio(index)
     against = f" ({ratio:.1e} of W_down's)" if ratio else ""
     message = (
-        f"{named(raised.layers)}: {raised.cause.says(model, found, raised.layers)}; the target generator's "
-        "gradient is "
-        f"{found.of_generator(index):.2g}{against}, without this cause {raised.after:.2g}: "
-        f"{times(raised.factor)} as much"
+        f"{named(raised.layers)}: {raised.cause.message(model, found, raised.layers)}; the target "
+        f"generator's gradient is {found.of_generator(index):.2g}{against}, "
+        f"without this cause {raised.after:.2g}: {times(raised.factor)} as much"
         if raised.factor is not None
-        else f"{named(raised.layers)}: {raised.cause.says(model, found, raised.layers)}; the target "
-        "generator's gradient is zero, "
-        f"without this cause {raised.after:.2g}"
+        else f"{named(raised.layers)}: {raised.cause.message(model, found, raised.layers)}; the target "
+        f"generator's gradient is zero, without this cause {raised.after:.2g}"
     )
     numbers = {
         "gradient": found.of_generator(index),
@@ -176,7 +201,7 @@ def _clipped(model: DiagnosedModel, found: Gradients) -> list[int]:
 
 
 def _no_source(model: DiagnosedModel, found: Gradients) -> list[int]:
-    """Layers whose target reads embeddings that are all zero, for the tokens that are read."""
+    """Returns the layers whose target reads embeddings that are zero for every token of the rows."""
     reads = [i for i, layer in model.layers.items() if layer.fast.config.target == "embeddings"]
     table: nn.Parameter | None = model.parameters().get((None, "embeddings"))
     return (
@@ -187,7 +212,7 @@ def _no_source(model: DiagnosedModel, found: Gradients) -> list[int]:
 
 
 def _no_label_reads(model: DiagnosedModel, found: Gradients) -> list[int]:
-    """Rows in which what is predicted stands in first chunks alone, while documents go on."""
+    """Returns all layers if only first chunks have labels although documents are longer."""
     return (
         list(model.layers)
         if _teaches(found.layout) and not bool(Scored.of(model, found.layout).mask.any())
@@ -196,7 +221,7 @@ def _no_label_reads(model: DiagnosedModel, found: Gradients) -> list[int]:
 
 
 def _no_document_is_long(model: DiagnosedModel, found: Gradients) -> list[int]:
-    """Rows that would write if pads and borders between documents were text."""
+    """Returns all layers if rows could write, but padding or document borders prevent it."""
     return list(model.layers) if not _teaches(found.layout) and _teaches(_whole_rows(model, found)) else []
 
 
@@ -205,8 +230,10 @@ def _no_row_is_long(model: DiagnosedModel, found: Gradients) -> list[int]:
 
 
 def _teaches(layout: ChunkLayout) -> bool:
-    """Whether some token reads a write and predicts one: behind a document's first chunk, and not the
-    last."""
+    """Returns True if some token reads a write and predicts a token.
+
+    It must lie after its document's first chunk and before the document's last token.
+    """
     return any(stop - start > layout.chunk_size + 1 for row in layout.documents for start, stop in row)
 
 
@@ -220,12 +247,12 @@ def _size(model: DiagnosedModel, layer: int, name: str) -> float:
 
 
 def _usual_p(model: DiagnosedModel, layer: int) -> float:
-    """‖P‖ at the paper's start."""
+    """Returns ‖P‖ at the paper's initialization."""
     return initial_std(model.module.config) * model.parameters()[layer, "proj"].shape[0] ** 0.5
 
 
 def _with_paper_p(model: DiagnosedModel) -> dict[nn.Parameter, Tensor]:
-    """P as the paper draws it, where P is zero."""
+    """Returns P as the paper draws it, where conv and P are zero."""
     chosen = [model.parameters()[index, "proj"] for index in _both_zero(model, None)]  # type: ignore[arg-type]
     return {proj: paper_p(proj, initial_std(model.module.config)) for proj in chosen}
 
@@ -251,9 +278,8 @@ CAUSES: tuple[Cause, ...] = (
         _no_document_is_long,
         lambda s: (s.without("attention_mask", "position_ids"), contextlib.nullcontext()),
         lambda s, g, layers: (
-            f"no document is longer than a chunk of {g.layout.chunk_size} tokens and a last one, which "
-            "predicts nothing (the longest has "
-            f"{_document(g)}), though rows have {_longest(s)}"
+            f"no document is longer than a chunk of {g.layout.chunk_size} tokens and a last token, which "
+            f"predicts nothing (the longest has {_document(g)}), though rows have {_longest(s)}"
         ),
     ),
     Cause(
@@ -262,8 +288,7 @@ CAUSES: tuple[Cause, ...] = (
         lambda s: (s, with_config(s.layers.values(), chunk_size=max(1, (_longest(s) - 1) // 2))),
         lambda s, g, layers: (
             f"rows of {_longest(s)} tokens are no more than one chunk of {g.layout.chunk_size} and a last "
-            "token, which predicts nothing: "
-            "no prediction reads a write"
+            "token, which predicts nothing: no prediction reads a write"
         ),
     ),
     Cause(
@@ -271,7 +296,7 @@ CAUSES: tuple[Cause, ...] = (
         _no_label_reads,
         lambda s: (DiagnosedModel.of(s.module, s.inputs), contextlib.nullcontext()),
         lambda s, g, layers: (
-            f"all {int((s.next_tokens != IGNORED).sum())} tokens that are predicted stand in first chunks, "
+            f"all {int((s.next_tokens != IGNORED).sum())} tokens that are predicted are in first chunks, "
             "which read no write"
         ),
     ),
@@ -307,8 +332,8 @@ CAUSES: tuple[Cause, ...] = (
         _small_p,
         lambda s: (s, with_values(_with_larger_p(s))),
         lambda s, g, layers: (
-            f"‖P‖ is {min(_size(s, i, 'proj') / _usual_p(s, i) for i in layers):.1g} of what the paper "
-            "starts from"
+            f"‖P‖ is {min(_size(s, i, 'proj') / _usual_p(s, i) for i in layers):.1g} of ‖P‖ at the "
+            "paper's start"
         ),
     ),
 )

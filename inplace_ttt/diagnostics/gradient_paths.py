@@ -1,5 +1,4 @@
-"""Which ways through a TTT layer the gradient takes: through the keys that write, the keys that read, and
-W0."""
+"""Measures the gradient on each path through a TTT layer: writing keys, reading keys, and W0."""
 
 from __future__ import annotations
 
@@ -16,19 +15,26 @@ from ..layer.forward_context import ForwardContext
 from ..layer.overrides import overriding
 from ..surgery import initial_std
 from .diagnosed_model import DiagnosedModel
+from .observing import observing
 from .overrides import paper_p, random_like, with_values
-from .writes import longest_document, observing
+from .writes import longest_document
 
 _LOST = 0.01
-"""Of the gradient that a way should have, at most this much is left where it is cut."""
+"""A path is cut if at most this fraction of its expected gradient is left."""
 _ROUNDING = 64.0
-"""Steps of a dtype that a difference of two gradients may be off by."""
+"""Largest rounding error of a difference of two gradients, in steps of their dtype."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """found: norm of the gradient that takes this way. expected: the least that it should have. Of both, what
-    rounding may make them up."""
+    """Gradient on one path through a layer.
+
+    Attributes:
+        found: norm of the gradient that takes this path.
+        expected: least norm that it should have.
+        rounding: part of `found` that rounding can produce.
+        noise: part of `expected` that rounding can produce.
+    """
 
     found: float
     expected: float
@@ -37,7 +43,11 @@ class Way:
 
     @property
     def cut(self) -> bool:
-        """A gradient below `rounding` shows as noise, and only one far below it as zero."""
+        """True if the path carries at most 1 % of the expected gradient, or only rounding errors.
+
+        A gradient below `rounding` appears as noise, and as zero only if far below it. Paths whose expected
+        gradient is that small are not judged.
+        """
         if self.expected <= max(4 * self.noise, self.rounding / 1000):
             return False
         return self.found <= max(
@@ -47,8 +57,13 @@ class Way:
 
 @dataclass(frozen=True)
 class Ways:
-    """The ways of one layer: keys where they are written, keys where they read, W0. None where a way does not
-    show."""
+    """Gradient paths of one layer; None for a path that cannot be measured.
+
+    Attributes:
+        writing: through the keys of the first chunk, which only write.
+        reading: through the keys of the last chunk, which only read.
+        weight: to W0.
+    """
 
     writing: Way | None
     reading: Way | None
@@ -57,9 +72,9 @@ class Ways:
 
 @dataclass
 class _Pass:
-    """What one layer saw and gave in a forward."""
+    """Tensors of one layer, recorded in a forward pass."""
 
-    given: Tensor  # its input, [B, T, h] or [B T, h]
+    given: Tensor  # the input, [B, T, h] or [B T, h]
     out: Tensor
     keys: Tensor | None = None
     values: Tensor | None = None
@@ -68,8 +83,10 @@ class _Pass:
 
 
 def gradient_ways(model: DiagnosedModel) -> dict[int, Ways]:
-    """By layer, from one backward pass. Where conv or P is zero, nothing is written, so that it runs with
-    small random ones."""
+    """Returns the gradient paths of every layer, by layer index, from one backward pass.
+
+    If conv or P is zero, nothing is written. The pass then uses small random values in their place.
+    """
     known, passes = model.parameters(), dict[int, _Pass]()
 
     def observe(
@@ -106,7 +123,7 @@ def gradient_ways(model: DiagnosedModel) -> dict[int, Ways]:
 
 
 def _writing(model: DiagnosedModel) -> dict[nn.Parameter, Tensor]:
-    """Values under which every layer writes, for the parameters that are zero."""
+    """Returns values for the zero conv and P, with which every layer writes."""
     std, values = initial_std(model.module.config), dict[nn.Parameter, Tensor]()
     for (_, name), parameter in model.parameters().items():
         if name in ("conv", "proj") and not bool(parameter.any()):
@@ -118,7 +135,7 @@ def _writing(model: DiagnosedModel) -> dict[nn.Parameter, Tensor]:
 
 @contextmanager
 def _passing(model: DiagnosedModel, passes: dict[int, _Pass]) -> Iterator[None]:
-    """Within it a forward leaves every TTT layer's input and output in `passes`."""
+    """Records the input and output of every TTT layer in `passes` during each forward pass."""
 
     def before(layer: FastWeight, args: tuple[Tensor, ...]) -> None:
         passes[layer.fast.layer] = _Pass(args[0], args[0])
@@ -151,7 +168,7 @@ def _ways(layer: FastWeight, seen: _Pass, gradients: Mapping[str, Tensor | None]
     shape = seen.context.shape
 
     def of(tensor: Tensor | None, chunk: tuple[int, int]) -> Tensor:
-        """A chunk of it, in float32; zero where there is none."""
+        """Returns one chunk of a tensor in float32; zero for None."""
         return torch.zeros(()) if tensor is None else tensor.reshape(*shape, -1)[row, slice(*chunk)].float()
 
     weight = None
@@ -165,18 +182,20 @@ def _ways(layer: FastWeight, seen: _Pass, gradients: Mapping[str, Tensor | None]
     if len(chunks) < 2 or (w0 is None and layer.ttt.keys is None):
         return Ways(None, None, weight)
     step = torch.finfo(seen.keys.dtype).eps
-    # as autograd computes it
+    # the same product as in autograd, so that it cancels in the difference below
     taken = at_out.reshape(-1, at_out.shape[-1]) @ w0 if w0 is not None and layer.ttt.keys is None else None
     bias = getattr(layer, "bias", None)
 
     def through_keys(chunk: tuple[int, int]) -> tuple[Tensor, float]:
-        """The gradient at the keys that W0 does not take, and the size of W0's part, which rounding is
-        measured by."""
+        """Returns the gradient at the keys without W0's part, and the norm of W0's part.
+
+        The norm sets the scale of the rounding error.
+        """
         part = of(taken, chunk)
         at_keys = of(gradients.get("keys"), chunk)
         return (torch.zeros(()) if not bool(at_keys.any()) else at_keys - part), float(part.norm())
 
-    # a last token predicts nothing
+    # a last chunk of one token predicts nothing, so it has a gradient of zero
     final = next((chunk for chunk in reversed(chunks) if bool(of(at_out, chunk).any())), chunks[-1])
     (written, w_part), (read, r_part) = through_keys(chunks[0]), through_keys(final)
     first, last = of(seen.keys, chunks[0]), of(seen.keys, final)

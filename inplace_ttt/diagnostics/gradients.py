@@ -1,5 +1,4 @@
-"""Where the gradient goes: its norm in every parameter of the target generators, and what of it reaches each
-chunk."""
+"""Measures the gradient of every diagnosed parameter, and the gradient at each chunk's targets."""
 
 from __future__ import annotations
 
@@ -15,17 +14,24 @@ from ..layer.forward_context import ForwardContext
 from ..layer.overrides import overriding
 from ..layout import ChunkLayout
 from .diagnosed_model import GENERATOR, DiagnosedModel, Key
-from .writes import longest_document, observing, write_health
+from .observing import observing
+from .writes import longest_document, write_health
 
 ADAM_EPSILON = 1e-8
 LOW, VANISHED = 1e-1, 1e-2
-"""Of W_down's gradient: worth a search for the cause, and lost. A healthy target generator's is of the same
-order or above."""
+"""Fractions of W_down's gradient: below LOW a cause is searched for, below VANISHED the gradient is lost.
+
+A healthy target generator has a gradient of the order of W_down's or above.
+"""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Learning rates of conv and P, and of everything else. Raises InPlaceTTTError for what is no rate."""
+    """Learning rates of conv, of P and the gate, and of all other parameters.
+
+    Raises:
+        InPlaceTTTError: if a rate is negative, infinite or NaN.
+    """
 
     conv: float
     proj: float
@@ -39,17 +45,25 @@ class Rates:
                 )
 
     def of(self, key: Key) -> float:
+        """Returns the learning rate of a parameter."""
         return {"conv": self.conv, "proj": self.proj, "gate": self.proj}.get(key[1], self.rest)
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """One backward pass. Norms are Frobenius; a parameter that the loss does not reach has none.
+    """Results of one backward pass.
 
-    steps: norm of Adam's first step. by_chunk: for each layer ‖∂L/∂V_j‖ of the longest document's chunks, in
-        order.
-    cut: layers whose targets take no gradient to conv and P. clipped: fraction of clipped chunks, in
-        training. kept: ∂L/∂· itself.
+    Norms are Frobenius norms. A parameter that the loss does not reach is left out.
+
+    Attributes:
+        loss: mean loss in nats per token.
+        layout: chunks of the rows.
+        norms: norm of the gradient, by parameter.
+        steps: norm of Adam's first step, by parameter.
+        by_chunk: for each layer, ‖∂L/∂V_j‖ of the longest document's chunks, in order.
+        cut: layers whose targets pass no gradient on to conv and P.
+        clipped: for each layer, the fraction of chunks that are clipped in training.
+        kept: the gradients themselves, for the kinds of parameter asked for.
     """
 
     loss: float
@@ -62,17 +76,20 @@ class Gradients:
     kept: dict[Key, Tensor]
 
     def of_generator(self, layer: int) -> float:
+        """Returns the larger of the gradient norms of conv and P."""
         return max(self.norms.get((layer, name), 0.0) for name in GENERATOR)
 
     def ratio(self, layer: int) -> float | None:
-        """The larger of conv's and P's gradient over W_down's; None where W_down has none to compare with."""
+        """Returns `of_generator` over the norm of W_down's gradient; None if W_down gets none."""
         weight = self.norms.get((layer, "weight"), 0.0)
         return self.of_generator(layer) / weight if weight > 0 else None
 
     def low(self, layer: int) -> bool:
+        """Returns True if the gradient of conv and P is zero, or below a tenth of W_down's."""
         return self._below(layer, LOW)
 
     def vanished(self, layer: int) -> bool:
+        """Returns True if the gradient of conv and P is zero, or below a hundredth of W_down's."""
         return self._below(layer, VANISHED)
 
     def _below(self, layer: int, limit: float) -> bool:
@@ -80,21 +97,26 @@ class Gradients:
         return self.of_generator(layer) == 0 or (ratio is not None and ratio < limit)
 
     def total_of_generators(self) -> float:
+        """Returns the norm of the gradients of all conv and P together."""
         return sum(norm**2 for (_, name), norm in self.norms.items() if name in GENERATOR) ** 0.5
 
     def shares(self) -> dict[int, float]:
-        """Each layer's part in the squared norm of all conv and P; empty where that is 0."""
+        """Returns each layer's share of the squared norm of all conv and P; empty if the norm is 0."""
         total = self.total_of_generators() ** 2
         own = {i: sum(self.norms.get((i, name), 0.0) ** 2 for name in GENERATOR) for i in self.by_chunk}
         return {i: square / total for i, square in own.items()} if total > 0 else {}
 
 
 def gradients(model: DiagnosedModel, rates: Rates, keep: Collection[str] = ()) -> Gradients:
-    """A backward pass in training mode, frozen parameters included; every `.grad` and generator stays as it
-    was.
+    """Runs a backward pass in training mode, frozen parameters included.
 
-    keep: the kinds of parameter whose gradients are handed on themselves.
-    Targets without a graph get their gradient all the same, so that it shows where it was cut.
+    Every `.grad` and every random generator keeps its value. If targets were computed without a graph, their
+    gradient is taken nevertheless, so that the cut becomes visible.
+
+    Args:
+        model: the model and its rows.
+        rates: learning rates of Adam's first step.
+        keep: kinds of parameter whose gradients are returned in `kept`.
     """
     wanted = model.parameters()
     values: dict[int, Tensor] = {}
@@ -147,8 +169,11 @@ def gradients(model: DiagnosedModel, rates: Rates, keep: Collection[str] = ()) -
 
 
 def first_step(model: DiagnosedModel, found: Gradients, rates: Rates) -> dict[nn.Parameter, Tensor]:
-    """conv after Adam's first step (its rate against the gradient's sign) where it is zero and will move;
-    `found` keeps conv's."""
+    """Returns conv after Adam's first step, for each conv that is zero and has a gradient.
+
+    The step moves every entry by conv's rate against the sign of its gradient. `found.kept` must hold the
+    gradients of conv.
+    """
     convs = {model.parameters()[key]: gradient for key, gradient in found.kept.items() if key[1] == "conv"}
     return {
         conv: -rates.conv * gradient.sign()
@@ -158,11 +183,11 @@ def first_step(model: DiagnosedModel, found: Gradients, rates: Rates) -> dict[nn
 
 
 def summed(values: Mapping[Key, float], name: str) -> float | None:
-    """The norm over all layers of a kind of parameter, or None where there is none."""
+    """Returns the norm of one kind of parameter over all layers; None if no layer has it."""
     squares = [value**2 for (_, kind), value in values.items() if kind == name]
     return sum(squares) ** 0.5 if squares else None
 
 
 def norm_of(x: Tensor) -> Tensor:
-    """‖x‖, in float32 at least."""
+    """Returns ‖x‖, computed in float32 or float64."""
     return torch.linalg.vector_norm(x, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)

@@ -1,4 +1,4 @@
-"""How many directions a layer's keys span, and how much they collide."""
+"""Measures how many directions a layer's keys span, and how far the keys of two tokens coincide."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ from ..layer.fast_linear import FastWeight
 from ..surgery import causal_lm, fast_weights
 
 _AT_MOST = 1024
-"""Tokens of a row that are compared with each other."""
+"""Largest number of tokens that are compared with each other."""
 
 
 @dataclass(frozen=True)
 class KeyHealth:
-    """Keys Z of one layer. effective: participation ratio of ZᵀZ, from 1 to min(tokens, h); collision: RMS
-    cosine of two tokens' keys.
+    """Keys Z of one layer.
 
-    cosine: mean cosine of two tokens' keys. width: h.
+    Attributes:
+        effective: participation ratio of ZᵀZ, from 1 to min(tokens, h).
+        collision: RMS cosine of the keys of two tokens.
+        cosine: mean cosine of the keys of two tokens.
+        width: h.
     """
 
     effective: float
@@ -33,7 +36,7 @@ class KeyHealth:
 
 @torch.no_grad()
 def key_health(z: Tensor) -> KeyHealth:
-    """Of keys [n, h]; evenly spread tokens where there are many."""
+    """Measures keys z [n, h]; of more than 1,024 tokens, an evenly spread part."""
     z = z[:: -(-len(z) // _AT_MOST)].float()
     gram = z @ z.T
     directions = z / torch.linalg.vector_norm(z, dim=1, keepdim=True).clamp(min=1e-30)
@@ -48,16 +51,26 @@ def key_health(z: Tensor) -> KeyHealth:
 
 
 def participation(gram: Tensor) -> float:
-    """(Σλ)² / Σλ² of a symmetric matrix: how many of its directions carry its weight; 0 for nothing."""
+    """Returns (Σλ)² / Σλ² of a symmetric matrix, or 0 for a zero matrix.
+
+    This participation ratio is the number of directions that carry the matrix's weight.
+    """
     trace = gram.trace()
-    # of shares, so that no square is too large or small to hold
+    # computed from shares of the trace, so that no square overflows or underflows
     return 1 / float((gram / trace).square().sum()) if trace > 0 else 0.0
 
 
 @contextmanager
 def keys_of_all_layers(model: nn.Module, rows: Tensor | None, found: dict[int, KeyHealth]) -> Iterator[None]:
-    """Within it a forward leaves the keys' health of every decoder layer, whitened where they are; rows: [B,
-    T], which tokens count."""
+    """Records the keys' health of every decoder layer in `found` during a forward pass.
+
+    Keys of a TTT layer with whitening are measured after whitening.
+
+    Args:
+        model: the converted model.
+        rows: bool [B, T], the tokens to measure; None for all.
+        found: receives the measurements by layer index.
+    """
 
     def hook_of(index: int) -> object:
         def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -68,7 +81,7 @@ def keys_of_all_layers(model: nn.Module, rows: Tensor | None, found: dict[int, K
 
         return hook
 
-    own = fast_weights(model)  # LoRA may stand around them
+    own = fast_weights(model)  # LoRA may wrap the TTT layers
     layers = {i: own.get(i, parts.down_proj) for i, parts in locate(causal_lm(model)).layers.items()}
     handles = [down.register_forward_pre_hook(hook_of(i)) for i, down in layers.items()]  # type: ignore[arg-type]
     try:

@@ -1,4 +1,4 @@
-"""All measurements of a model on its rows, made once, before any rule looks at them."""
+"""Makes all measurements of a model on its rows once, before any rule evaluates them."""
 
 from __future__ import annotations
 
@@ -20,26 +20,40 @@ from .first_step import FirstStep, loss_slope, try_first_step
 from .gradient_paths import Ways, gradient_ways
 from .gradients import Gradients, Rates, first_step, gradients, norm_of
 from .keys import KeyHealth, keys_of_all_layers
+from .observing import observing
 from .overrides import with_values
 from .precision import states_in_reading, states_in_training
 from .sweeps import Sweep, sweep_eta, sweep_init
 from .targets import TargetHealth, observing_targets
 from .write_effects import Change, Effect, Scored, effects, read, read_off
-from .writes import Writes, longest_document, observing, writes_by_chunk
+from .writes import Writes, longest_document, writes_by_chunk
 
 
 @dataclass(frozen=True)
 class Measurements:
-    """All that was measured, layer by layer.
+    """All measurements, by layer index or by parameter.
 
-    after_step: the gradients after Adam's first step, where conv started at zero. stepped: that step's loss.
-        slopes: None where P does
-    not show. states: dtypes that the state is kept in.
-    ways: of the gradient through each layer. prompt_writers: layers that write a prompt once, whose last
-        chunk is read.
-    all_writes: loss with every write minus without. loss_off: mean loss in eval mode with the writes off.
-        chance: ln of the
-    vocabulary, above which a loss says nothing about help.
+    Attributes:
+        layout: chunks of the rows.
+        etas: η by layer.
+        sizes: Frobenius norm of each diagnosed parameter.
+        trained: requires_grad of each diagnosed parameter.
+        gradients: gradients of one backward pass.
+        after_step: gradients after Adam's first step, if conv starts at zero; else None.
+        stepped: losses after that step; None if no diagnosed parameter is trained.
+        slopes: slope of the loss with ‖P‖; None if no layer has nonzero conv and P.
+        ways: gradient on each path through a layer.
+        prompt_writers: layers with `prompt_write`. They write a prompt once, and its last chunk is read.
+        targets: sources and targets of a layer.
+        writes: writes over the longest document.
+        all_writes: loss with all writes minus loss without; None if no token reads a write.
+        effects: effect of each layer's writes on the predictions.
+        keys: keys of every decoder layer, converted or not.
+        states: dtypes in which each layer's state is kept.
+        sweeps: losses over η and over conv's initial size.
+        loss_off: mean loss in eval mode with the writes off, in nats per token.
+        chance: ln of the vocabulary size, the loss of a uniform guess. For a model with a higher loss, a
+            change of the loss does not show that writes help.
     """
 
     layout: ChunkLayout
@@ -64,13 +78,19 @@ class Measurements:
 
 
 def measure(model: DiagnosedModel, rates: Rates, tick: Callable[[str], None]) -> Measurements:
-    """Every measurement that needs no finding first; `tick` is told of each pass."""
+    """Makes every measurement that does not depend on a finding.
+
+    Args:
+        model: the model and its rows.
+        rates: learning rates of Adam's first step.
+        tick: called with a title before each pass.
+    """
     tick("gradients")
     baseline = gradients(model, rates, keep=("conv", "proj", "weight", "embeddings"))
     tick("the loss after Adam's first step")
     stepped = try_first_step(model, baseline.kept, rates)
     slopes = _slopes(model, baseline)
-    tick("ways of the gradient")
+    tick("paths of the gradient")
     ways = gradient_ways(model) if math.isfinite(baseline.loss) else {}
     baseline = dataclasses.replace(
         baseline, kept={key: g for key, g in baseline.kept.items() if _is_asked_for(key, model)}
@@ -133,8 +153,14 @@ def measure(model: DiagnosedModel, rates: Rates, tick: Callable[[str], None]) ->
 
 @dataclass(frozen=True)
 class Slopes:
-    """dL/d ln ‖P‖ of the layers whose conv and P are not zero, by autograd and by differences; error: how far
-    the latter may be off."""
+    """Slope dL/d ln ‖P‖ of the layers whose conv and P are not zero, measured in two ways.
+
+    Attributes:
+        layers: these layers.
+        autograd: slope from the gradient of P.
+        differences: slope from losses at two values of ‖P‖.
+        error: bound on the error of `differences`.
+    """
 
     layers: tuple[int, ...]
     autograd: float
@@ -143,7 +169,7 @@ class Slopes:
 
 
 def _slopes(model: DiagnosedModel, baseline: Gradients) -> Slopes | None:
-    """Two differences with steps of one and two tenths say how far they may be off."""
+    """Measures the slopes; the differences with steps of 0.1 and 0.2 give the error."""
     known = model.parameters()
     layers = [i for i in model.layers if (i, "proj") in known and bool(known[i, "proj"].any())]
     layers = [i for i in layers if (i, "conv") not in known or bool(known[i, "conv"].any())]
@@ -158,19 +184,21 @@ def _slopes(model: DiagnosedModel, baseline: Gradients) -> Slopes | None:
 
 
 def _is_asked_for(key: Key, model: DiagnosedModel) -> bool:
-    """Whether a gradient is needed again later."""
+    """Returns True if a later step reads this parameter's gradient."""
     return key[1] == "conv" or (key[1] == "embeddings" and config_of(model.module).detach_target)
 
 
 def _real_tokens(layout: ChunkLayout, model: DiagnosedModel) -> Tensor | None:
-    """[B, T]: tokens of documents; None where all are."""
+    """Returns bool [B, T], the tokens of documents; None if all tokens are."""
     real = layout.chunk_ids(model.inputs["input_ids"].device) >= 0
     return None if bool(real.all()) else real
 
 
 def _states(model: DiagnosedModel, layout: ChunkLayout) -> dict[int, set[torch.dtype]]:
-    """Every dtype that a layer's state is kept in: as the op makes it, and in a session that reads a chunk
-    and one token."""
+    """Returns every dtype in which a layer's state is kept: in the op and in a session.
+
+    The session reads one chunk and one token.
+    """
     found = {index: {dtype} for index, dtype in states_in_training(model.layers).items()}
     row, (start, stop) = longest_document(layout)
     if stop - start > layout.chunk_size:

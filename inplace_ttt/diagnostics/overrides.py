@@ -1,4 +1,4 @@
-"""Changes to a model that last for a `with`: how a possible cause is removed and put back."""
+"""Changes a model for the length of a `with` block, to remove a possible cause and restore it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..layer.overrides import overriding
 
 @contextmanager
 def with_eta(layers: Mapping[int, FastWeight], etas: Mapping[int, float]) -> Iterator[None]:
-    """Other η for some layers; 0 turns a layer's writes off."""
+    """Sets η of some layers; 0 turns a layer's writes off."""
     with ExitStack() as stack:
         for index, eta in etas.items():
             stack.enter_context(overriding([layers[index].fast], eta=eta))
@@ -23,7 +23,7 @@ def with_eta(layers: Mapping[int, FastWeight], etas: Mapping[int, float]) -> Ite
 
 @contextmanager
 def with_values(values: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
-    """Other values in parameters, which get their own back bit by bit."""
+    """Sets the values of parameters, and restores the old ones bit by bit."""
     before = {parameter: parameter.detach().clone() for parameter in values}
     try:
         _copy(values)
@@ -33,12 +33,12 @@ def with_values(values: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
 
 
 def random_like(parameter: Tensor, *shape: int) -> Tensor:
-    """The same standard normal draws every time, in a parameter's dtype and place."""
+    """Draws standard normal values, the same at every call, with a parameter's dtype and device."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(parameter)
 
 
 def paper_p(proj: Tensor, std: float) -> Tensor:
-    """P as the paper draws it: diagonal, N(0, std²)."""
+    """Returns P as initialized in the paper: diagonal, N(0, std²)."""
     return torch.diag(random_like(proj, proj.shape[0]) * std)
 
 

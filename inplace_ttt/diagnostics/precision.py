@@ -1,5 +1,7 @@
-"""What rounding takes of an update: in the state, in a running weight, in the output; and what the state
-really is kept in."""
+"""Measures how much of an update rounding removes, and reads the dtype of the state.
+
+Rounding may occur in the state, in a running weight, and in the layer's output.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,14 @@ from ..surgery import causal_lm
 
 @dataclass(frozen=True)
 class UpdateLost:
-    """Fractions of the update that rounding takes, in Frobenius norm; None where nothing is written.
+    """Fractions of the update that rounding removes, in Frobenius norm; None if nothing is written.
 
-    dtype: the half precision that is supposed (the model's, or bfloat16 for a full-precision model).
-    state: S summed in it; None where what is read is not that sum (least squares, kept row norms).
-    weight: W0 + ηS summed in it, as the public code does. output: the layer's output in the model's own
-        dtype.
+    Attributes:
+        dtype: the assumed half precision: the model's own, or bfloat16 for a full-precision model.
+        state: loss if S is summed in this dtype. None if the layer does not read that sum (ridge rule,
+            preserved row norms).
+        weight: loss if W0 + ηS is summed in this dtype, as in the reference code.
+        output: loss in the layer's output, in the model's own dtype.
     """
 
     dtype: str
@@ -34,7 +38,7 @@ class UpdateLost:
 
 
 class running_sums:
-    """The sums that half precision would have made of the same deltas."""
+    """Sums of the same deltas in half precision."""
 
     def __init__(self, like: Tensor, w0: Tensor | None, eta: float, dtype: torch.dtype) -> None:
         self.dtype = dtype if torch.finfo(dtype).bits < 32 else torch.bfloat16
@@ -49,6 +53,7 @@ class running_sums:
             self.weight += (self.eta * delta).to(self.dtype)
 
     def lost(self, state: Tensor, output: float | None) -> UpdateLost:
+        """Returns the fractions lost, compared with the accurate `state` [d, h]."""
         in_state = _distance(self.state.to(state.dtype), state)
         in_weight = None
         if self.weight is not None and self.start is not None and self.eta > 0:
@@ -57,7 +62,17 @@ class running_sums:
 
 
 def rounding_of_output(z: Tensor, w0: Tensor | None, eta: float, state: Tensor) -> float | None:
-    """How much of ηZSᵀ is not in Z W0ᵀ + ηZSᵀ rounded to z's dtype, keys z [n, h]."""
+    """Returns the fraction of ηZSᵀ that is lost when Z W0ᵀ + ηZSᵀ is rounded to z's dtype.
+
+    Args:
+        z: keys [n, h].
+        w0: pretrained weight [d, h], or None if it cannot be read.
+        eta: η.
+        state: S [d, h].
+
+    Returns:
+        The fraction; None without W0, without keys, or if the update is zero.
+    """
     if w0 is None or not len(z):
         return None
     update = eta * (z.to(state.dtype) @ state.T)
@@ -73,7 +88,7 @@ def _distance(found: Tensor, wanted: Tensor) -> float | None:
 
 
 def states_in_training(layers: dict[int, FastWeight]) -> dict[int, torch.dtype]:
-    """The dtype of the state that the op makes in each layer's own dtype."""
+    """Returns the dtype of the state that the op creates for each layer's dtype."""
     found = {}
     for index, layer in layers.items():
         dtype = next(layer.parameters()).dtype
@@ -86,8 +101,12 @@ def states_in_training(layers: dict[int, FastWeight]) -> dict[int, torch.dtype]:
 
 
 def states_in_reading(model: nn.Module, ids: Tensor) -> dict[int, torch.dtype]:
-    """The dtype of every layer's state in a session that reads ids [1, n], at least a chunk; the model is in
-    eval mode."""
+    """Returns the dtype of every layer's state in a session that reads token ids.
+
+    Args:
+        model: a converted model in eval mode.
+        ids: token ids [1, n], at least one chunk.
+    """
     lm = causal_lm(model)
     if not isinstance(lm, PreTrainedModel):
         return {}
@@ -97,7 +116,7 @@ def states_in_reading(model: nn.Module, ids: Tensor) -> dict[int, torch.dtype]:
 
 
 def states_of(session: Session) -> dict[int, torch.dtype]:
-    """Layer -> dtype of its state, for the layers of a session that have written."""
+    """Returns the dtype of the state by layer, for the layers of a session that have written."""
     return {
         index: stream.state.dtype
         for index, stream in streams(session.cache).items()

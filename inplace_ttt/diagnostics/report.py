@@ -1,4 +1,4 @@
-"""A diagnosis as a folder: one self-contained page, its plots as PNG, and the numbers as JSON."""
+"""Writes a diagnosis to a folder: a self-contained page, its plots as PNG, and the numbers as JSON."""
 
 from __future__ import annotations
 
@@ -22,14 +22,26 @@ _GROUPS = {"conv": "conv", "proj": "P", "weight": "W_down (TTT layers)", "embedd
 
 
 def write_report(diagnosis: Diagnosis, out: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
-    """Write `out`/report.html, diagnose.json and the plots, whole or not at all."""
+    """Writes `report.html`, `diagnose.json` and the plots to a folder, completely or not at all.
+
+    Args:
+        diagnosis: the diagnosis to write.
+        out: the folder.
+        overwrite: replace an earlier diagnosis in `out`.
+
+    Returns:
+        The folder `out`.
+
+    Raises:
+        InPlaceTTTError: if `out` may not be replaced, or cannot be written.
+    """
     with new_folder(out, DIAGNOSIS, overwrite=overwrite) as folder:
         write_into(folder, diagnosis)
     return Path(out)
 
 
 def write_into(folder: Path, diagnosis: Diagnosis) -> None:
-    """The same into a folder that is there."""
+    """Writes the same files into an existing folder."""
     drawn = plots.draw_all(diagnosis, folder) if charts.available() else []
     images = [(plot.caption, (folder / plot.file).read_bytes()) for plot in drawn]
     (folder / PAGE).write_text(page(diagnosis, images), encoding="utf-8")
@@ -39,7 +51,7 @@ def write_into(folder: Path, diagnosis: Diagnosis) -> None:
 
 
 def summary(diagnosis: Diagnosis) -> str:
-    """One sentence."""
+    """Returns one sentence: the severe findings, or the number of warnings if none is severe."""
     severe, warnings = diagnosis.of("severe"), diagnosis.of("warning")
     if severe:
         causes = ", ".join(dict.fromkeys(finding.id for finding in severe))
@@ -48,7 +60,12 @@ def summary(diagnosis: Diagnosis) -> str:
 
 
 def page(diagnosis: Diagnosis, images: Sequence[tuple[str, bytes]]) -> str:
-    """The whole page as HTML, the plots inside it."""
+    """Renders the page as HTML with its plots embedded.
+
+    Args:
+        diagnosis: the diagnosis to show.
+        images: caption and PNG bytes of each plot.
+    """
     values = diagnosis.to_dict()
     return render(
         "diagnosis.html.j2",
@@ -98,12 +115,13 @@ def _facts(values: dict[str, Any]) -> dict[str, str]:
     facts = {
         "rows": f"{rows} of {length:,} tokens",
         "chunks": f"{values['chunk_size']} tokens each, {values['chunks_read']} written and read",
-        "loss": f"{_number(values['loss'])} nats a token, in training mode",
+        "loss": f"{_number(values['loss'])} nats per token, in training mode",
     }
     if values["effect_of_all_writes"] is not None:
         change = values["effect_of_all_writes"]
         facts["writes on − off"] = (
-            f"{_change(change['loss'], change['stderr'])} nats a token, over the tokens that can read a write"
+            f"{_change(change['loss'], change['stderr'])} nats per token, over the tokens that "
+            "can read a write"
         )
     return facts
 

@@ -1,4 +1,4 @@
-"""What η and what start of conv are safe here: the loss over a sweep of each, against the writes off."""
+"""Finds safe values of η and of conv's initial size, by the loss with writes on minus off."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any, Literal
 
 from ..surgery import initial_std
 from .diagnosed_model import DiagnosedModel
+from .observing import observed
 from .overrides import paper_p, random_like, with_eta, with_values
 from .write_effects import HARM, Change, Reading, Scored, read
-from .writes import WriteHealth, observed
+from .writes import WriteHealth
 
 _ETA_FACTORS = (0.1, 0.3, 3.0, 10.0)
 _CONV_STDS = (1e-4, 1e-3, 1e-2, 1e-1)
@@ -19,7 +20,13 @@ _CONV_STDS = (1e-4, 1e-3, 1e-2, 1e-1)
 
 @dataclass(frozen=True)
 class Point:
-    """value: η, or the standard deviation of conv. state_ratio: the largest η‖S‖/‖W0‖ of all layers."""
+    """One measured value.
+
+    Attributes:
+        value: η, or the standard deviation of conv.
+        loss: change of the loss, writes on minus off.
+        state_ratio: largest η‖S‖/‖W0‖ over all layers.
+    """
 
     value: float
     loss: Change
@@ -28,7 +35,13 @@ class Point:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Measurements points from small to large. now: where the model stands, if on this curve."""
+    """Measured values of one quantity.
+
+    Attributes:
+        name: "eta" or "init".
+        points: from the smallest value to the largest.
+        now: the model's own value; None if it does not lie on this curve.
+    """
 
     name: Literal["eta", "init"]
     points: tuple[Point, ...]
@@ -36,7 +49,7 @@ class Sweep:
 
     @property
     def safe(self) -> float | None:
-        """The largest value up to which no point raises the loss; None where the smallest does."""
+        """Largest value up to which no point raises the loss; None if the smallest raises it."""
         best = None
         for point in self.points:
             if math.isnan(point.loss.loss) or point.loss.exceeds(HARM):
@@ -46,7 +59,7 @@ class Sweep:
 
     @property
     def bounded(self) -> bool:
-        """Whether a point beyond the safe ones was measured."""
+        """True if a point beyond the safe ones was measured."""
         return self.safe != self.points[-1].value
 
     def to_dict(self) -> dict[str, Any]:
@@ -69,11 +82,17 @@ def sweep_eta(
     off: Reading,
     tick: Callable[[str], None],
 ) -> Sweep:
-    """η of all layers times a factor, with the model's own conv and P. on: the reading as it is, and its
-    largest state ratio.
+    """Measures the loss with the model's own conv and P, and with η of all layers times a factor.
 
-    The curve is in terms of the largest η of the layers. Where that is 0, which no factor raises, it is one
-    of 1 in all of them.
+    The curve is a function of the largest η of the layers. If all are 0, the factors themselves are the
+    values of η in every layer.
+
+    Args:
+        model: the model; it is restored afterwards.
+        scored: the tokens to compare.
+        on: the reading with the model's own η, and its largest state ratio.
+        off: the reading with the writes off.
+        tick: called with a title before each forward pass.
     """
     now = max(layer.eta for layer in model.layers.values())
     etas = {index: layer.eta if now else 1.0 for index, layer in model.layers.items()}
@@ -86,8 +105,10 @@ def sweep_eta(
 
 
 def sweep_init(model: DiagnosedModel, scored: Scored, off: Reading, tick: Callable[[str], None]) -> Sweep:
-    """conv drawn from N(0, s²) in every layer, P as the paper draws it, the model's own η: how large an
-    untrained start may be."""
+    """Measures the loss with conv drawn from N(0, s²) in every layer, for several s.
+
+    P is drawn as in the paper, and η is the model's own. The sweep shows how large an untrained conv may be.
+    """
     parameters, points = model.parameters(), []
     sigma = initial_std(model.module.config)
     for std in _CONV_STDS:

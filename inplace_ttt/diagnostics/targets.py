@@ -1,4 +1,4 @@
-"""What targets are made of and what becomes of it: their source, P, and the directions that they span."""
+"""Measures the targets of a layer: their source, P, and the directions that they span."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from .writes import longest_document
 
 @dataclass(frozen=True)
 class TargetHealth:
-    """Of one layer, over the longest document.
+    """Targets of one layer over the longest document.
 
-    size: root mean square of the source, as the convolution takes it. spread: share of its square that is not
-        its mean over tokens.
-    source_rank, target_rank: participation ratio of the source's and the targets' directions, the mean
-        included; proj_rank: P's.
+    Attributes:
+        size: root mean square of the source, after normalization.
+        spread: fraction of the source's square that is not its mean over tokens.
+        source_rank: participation ratio of the source's directions, the mean included.
+        target_rank: participation ratio of the targets' directions, the mean included.
+        proj_rank: participation ratio of P.
     """
 
     size: float
@@ -34,12 +36,15 @@ class TargetHealth:
 
 
 _AWAY = -0.5
-"""Cosine with the identity: of P = -I it is -1, of the paper's start 0 ± 1/√d."""
+"""Largest cosine with the identity at which P points away. P = -I has -1, the paper's start 0 ± 1/√d."""
 
 
 def direction(layer: FastWeight) -> float:
-    """Cosine of P with the identity, with the sign of conv's largest tap where that one is clear: 1 where a
-    target is its source."""
+    """Returns the cosine with the identity of P times conv's largest tap, or of P alone.
+
+    P alone is used without a conv, or if the product's cosine lies within ±0.5. A cosine of 1 means that
+    a target equals its source.
+    """
     conv, proj = layer.ttt.conv, layer.ttt.proj.detach().float()
     own = _cosine(proj)
     if conv is None:
@@ -50,19 +55,19 @@ def direction(layer: FastWeight) -> float:
 
 
 def points_away(layer: FastWeight) -> bool:
-    """Whether a layer's targets are turned round: they point away from what they are made of."""
+    """Returns True if a layer's targets point away from their source."""
     return direction(layer) < _AWAY
 
 
 def _cosine(matrix: Tensor) -> float:
-    """With the identity; 0 for a matrix of zeros."""
+    """Returns a matrix's cosine with the identity; 0 for a zero matrix."""
     size = float(matrix.norm()) * len(matrix) ** 0.5
     return float(matrix.trace()) / size if size > 0 else 0.0
 
 
 @contextmanager
 def observing_targets(model: nn.Module, found: dict[int, TargetHealth]) -> Iterator[None]:
-    """Within it a forward leaves the health of every layer's targets."""
+    """Records the health of every layer's targets in `found`, by layer index, during a forward pass."""
 
     def hook_of(index: int) -> object:
         def hook(module: TargetGenerator, args: tuple[Tensor, ChunkLayout], out: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The effect of writes on the model's predictions: with all of them, with one layer's off, with none."""
+"""Measures the effect of writes on predictions: with all writes, with one layer's off, with none."""
 
 from __future__ import annotations
 
@@ -20,19 +20,24 @@ from .overrides import with_eta
 from .targets import points_away
 
 HARM = 0.01
-"""Nats per token above the loss with the writes off that still count as none."""
+"""Largest rise of the loss over the loss with the writes off that is not harm, in nats per token."""
 _SLICE = 256
-"""Tokens whose logits are held in full precision at a time."""
+"""Number of tokens whose logits are held in float32 at a time."""
 _ROUNDING = 64.0
-"""Steps of a dtype, of the size of the logits, that rounding may move them by."""
+"""Largest rounding error of logits, in steps of their dtype at the size of the logits."""
 _STUDENT = {2: 12.7, 3: 4.3, 4: 3.2, 5: 2.8, 6: 2.6, 7: 2.5, 8: 2.4}
-"""Standard errors in half of an interval of 95 %, by the number of chunks; two from nine on."""
+"""Half-width of the 95 % interval in standard errors, by the number of chunks; 2 from nine chunks on."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """Of the mean loss (nats per token) over the tokens that can read a write. stderr: over chunks, each by
-    its number of tokens; None for a single one. chunks: how many."""
+    """Change of the mean loss, in nats per token, over the tokens that can read a write.
+
+    Attributes:
+        loss: the change.
+        stderr: standard error over chunks, each weighted by its number of tokens; None for a single chunk.
+        chunks: number of chunks.
+    """
 
     loss: float
     stderr: float | None
@@ -40,11 +45,11 @@ class Change:
 
     @property
     def error(self) -> float:
-        """Half of the interval of 95 % around `loss`; without end for a single chunk."""
+        """Half-width of the 95 % interval around `loss`; infinite for a single chunk."""
         return math.inf if self.stderr is None else _STUDENT.get(self.chunks, 2.0) * self.stderr
 
     def exceeds(self, nats: float) -> bool:
-        """Above it, and above its own error."""
+        """Returns True if the change is above `nats` and above its own error."""
         return self.loss > max(nats, self.error)
 
     def __neg__(self) -> Change:
@@ -58,12 +63,15 @@ class Change:
 
 @dataclass(frozen=True)
 class Few:
-    """How much of a change of the loss is of the hundredth of the tokens harmed most, less what the hundredth
-    helped most gains.
+    """Concentration of a change of the loss in a few tokens.
 
-    share: of the whole change. count: a hundredth of the tokens. token: the id that those harmed most read
-        most often; times: how often;
-    text: the token's, where a tokenizer says it.
+    Attributes:
+        share: loss added at the most harmed hundredth of the tokens, minus the gain of the most helped
+            hundredth, as a fraction of the total change.
+        count: number of tokens in a hundredth.
+        token: id that the most harmed tokens read most often.
+        times: number of the most harmed tokens that read this id.
+        text: text of the token, if there is a tokenizer.
     """
 
     share: float
@@ -75,12 +83,15 @@ class Few:
 
 @dataclass(frozen=True)
 class Effect:
-    """One layer's writes: loss with them minus loss without; RMS of the change of the logits, each token's
-    mean taken off.
+    """Effect of one layer's writes.
 
-    leaked: the same RMS over documents' first chunks, which read no write; 0 where rounding explains it.
-        turned: the change of the loss
-    by writes of the other sign, for a layer whose targets point away from their source.
+    Attributes:
+        loss: loss with the writes minus loss without.
+        logits: RMS change of the logits, after each token's mean change is subtracted.
+        few: concentration of the change of the loss in a few tokens.
+        leaked: the same RMS over documents' first chunks, which read no write; 0 if rounding explains it.
+        turned: change of the loss by writes of the opposite sign; measured only for a layer whose targets
+            point away from their source.
     """
 
     loss: Change
@@ -92,7 +103,12 @@ class Effect:
 
 @dataclass(frozen=True)
 class Reading:
-    """Losses [B, T] in nats, float32, zero where nothing is predicted; logits [B, T, V] if they were kept."""
+    """Losses of a forward pass.
+
+    Attributes:
+        losses: float32 [B, T] in nats; zero if nothing is predicted.
+        logits: [B, T, V], or None if they were not kept.
+    """
 
     losses: Tensor
     logits: Tensor | None = None
@@ -100,8 +116,13 @@ class Reading:
 
 @dataclass(frozen=True)
 class Scored:
-    """The tokens that can read a write, those that cannot, and the chunk that each is in: [B, T] booleans and
-    numbers."""
+    """Tokens over which readings are compared.
+
+    Attributes:
+        mask: bool [B, T], tokens that can read a write and predict a label.
+        chunk: int64 [B, T], the chunk of each token, numbered over all rows.
+        first: bool [B, T], tokens of the documents' first chunks, which read no write.
+    """
 
     mask: Tensor
     chunk: Tensor
@@ -109,11 +130,12 @@ class Scored:
 
     @classmethod
     def of(cls, model: DiagnosedModel, layout: ChunkLayout) -> Scored:
+        """Selects the tokens by the layout of the rows and the labels."""
         labels = model.next_tokens
         mask, first = (torch.zeros_like(labels, dtype=torch.bool) for _ in range(2))
         for row, spans in enumerate(layout.documents):
             for start, stop in spans:
-                # the last token predicts another document's first
+                # the label after the last token is the next document's first token
                 mask[row, start + layout.chunk_size : stop - 1] = True
                 first[row, start : min(start + layout.chunk_size, stop)] = True
         ids = layout.chunk_ids(labels.device).long()
@@ -121,8 +143,10 @@ class Scored:
         return cls(mask & (labels != IGNORED), ids + rows, first)
 
     def change(self, on: Reading, off: Reading) -> Change:
-        """Mean of on − off over tokens, its error from the chunks' parts in it: a chunk of few tokens has
-        little."""
+        """Returns the mean of on - off over tokens, with its standard error over chunks.
+
+        A chunk with few tokens has little weight.
+        """
         difference, chunk = (on.losses - off.losses)[self.mask].double(), self.chunk[self.mask]
         numbers, place = chunk.unique(return_inverse=True)
         mean, n = difference.mean(), len(numbers)
@@ -133,6 +157,7 @@ class Scored:
         return Change(float(mean), stderr, n)
 
     def few(self, on: Reading, off: Reading, model: DiagnosedModel) -> Few:
+        """Measures how far the change on - off is concentrated in a few tokens."""
         difference, read = (on.losses - off.losses)[self.mask].double(), model.inputs["input_ids"][self.mask]
         count, ordered = -(-len(difference) // 100), difference.argsort()
         helped, harmed = ordered[:count], ordered[-count:]
@@ -144,10 +169,11 @@ class Scored:
         )
 
     def logit_change(self, on: Reading, off: Reading) -> float:
+        """Returns the RMS change of the logits of the tokens that can read a write."""
         return _rms_change(on, off, self.mask)
 
     def leaked(self, on: Reading, off: Reading) -> float:
-        """RMS change of the logits of tokens that read no write; 0 where it is no more than rounding."""
+        """Returns the RMS change of the logits of tokens that read no write; 0 if within rounding."""
         assert on.logits is not None
         found = _rms_change(on, off, self.first)
         size = float(on.logits[self.first].float().square().mean().sqrt())
@@ -168,7 +194,13 @@ def _rms_change(on: Reading, off: Reading, mask: Tensor) -> float:
 def read(
     model: DiagnosedModel, within: AbstractContextManager[Any] | None = None, *, keep_logits: bool = False
 ) -> Reading:
-    """A forward in eval mode."""
+    """Runs a forward pass in eval mode.
+
+    Args:
+        model: the model and its rows.
+        within: a context to run in.
+        keep_logits: return the logits too.
+    """
     with model.mode(training=False), within or nullcontext():
         logits = model.forward().logits
     labels, losses = model.next_tokens, torch.zeros(logits.shape[:2], device=logits.device)
@@ -182,7 +214,7 @@ def read(
 
 
 def read_off(model: DiagnosedModel, within: AbstractContextManager[Any] | None = None) -> Reading:
-    """The same weights with every layer's writes off."""
+    """Runs a forward pass in eval mode with every layer's writes off."""
     with disable_ttt(model.module):
         return read(model, within)
 
@@ -190,14 +222,24 @@ def read_off(model: DiagnosedModel, within: AbstractContextManager[Any] | None =
 def effects(
     model: DiagnosedModel, scored: Scored, on: Reading, tick: Callable[[str], None]
 ) -> dict[int, Effect]:
-    """Each layer's, by turning its writes off alone; `on` with its logits."""
+    """Measures each layer's effect, by turning its writes off alone.
+
+    Args:
+        model: the model and its rows.
+        scored: the tokens to compare.
+        on: the reading with all writes, with its logits.
+        tick: called with a title before each forward pass.
+
+    Returns:
+        The effect by layer index.
+    """
     found = {}
     for index in model.layers:
         tick(f"layer {index} off")
         off = read(model, with_eta(model.layers, {index: 0.0}), keep_logits=True)
         change, turned = scored.change(on, off), None
         if points_away(model.layers[index]):
-            tick(f"layer {index} with the other sign")
+            tick(f"layer {index} with the opposite sign")
             turned = scored.change(
                 read(model, with_eta(model.layers, {index: -model.layers[index].eta})), off
             )

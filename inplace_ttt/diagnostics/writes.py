@@ -1,42 +1,40 @@
-"""How far writes move a layer's weight, measured on the keys and targets of a forward as it runs."""
+"""Measures how far writes move a layer's weight, from the keys and targets of a forward pass."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..layer.fast_linear import FastWeight
 from ..layer.forward_context import ForwardContext
-from ..layer.overrides import overriding
 from ..layout import ChunkLayout, Span
 from ..ops import state_dtype, write_factor, written
 from ..rules import RidgeRule
-from ..surgery import fast_weights
 from ..tasks import IGNORED
 from .keys import participation
 from .precision import UpdateLost, rounding_of_output, running_sums
 
-Observer = Callable[[FastWeight, Tensor, Tensor, Tensor | None, ForwardContext], None]
-
 
 @dataclass(frozen=True)
 class WriteHealth:
-    """One layer's writes over the longest document of a forward; where it has labels, the longest with one,
-    which padding is not.
+    """One layer's writes over the longest document of a forward pass.
 
-    chunks: complete ones. state_ratio: η‖S‖/‖W0‖ after all of them. write_ratio: the largest
-        η‖c_jV_jᵀZ_j‖/‖W0‖. With least
-    squares, and where row norms are kept, M stands in S's place, and what a chunk changes of it in a write's;
-    with whitened keys both are what they change of W0.
-    clipped: fraction of chunks whose delta was clipped. gate_mean, gate_spread: of how much tokens count, 1
-        and 0 without a gate of writes.
+    If the forward pass has labels, the longest document with a label is taken; padding has none. The ridge
+    rule and preserved row norms do not read S but another map. Its norm then takes the place of ‖S‖, and its
+    change by a chunk the place of a write. With whitened keys, both are measured as changes of W0.
+
+    Attributes:
+        chunks: number of complete chunks.
+        state_ratio: η‖S‖/‖W0‖ after all chunks.
+        write_ratio: largest η‖c_jV_jᵀZ_j‖/‖W0‖ of a chunk.
+        clipped: fraction of chunks whose delta was clipped.
+        gate_mean: mean of the write gate over tokens; 1 without a gate.
+        gate_spread: standard deviation of the write gate over tokens; 0 without a gate.
     """
 
     chunks: int
@@ -49,8 +47,14 @@ class WriteHealth:
 
 @dataclass(frozen=True)
 class ChunkWrite:
-    """One chunk's write: sizes as in WriteHealth, after this chunk; alignment: cosine with the chunk
-    before's, if both are not zero."""
+    """One chunk's write.
+
+    Attributes:
+        write_ratio: size of the write, as in `WriteHealth`.
+        state_ratio: size of the state after this chunk, as in `WriteHealth`.
+        clipped: True if the delta was clipped.
+        alignment: cosine with the previous chunk's write; None if one of them is zero.
+    """
 
     write_ratio: float
     state_ratio: float
@@ -60,12 +64,16 @@ class ChunkWrite:
 
 @dataclass(frozen=True)
 class Writes:
-    """One layer's writes over the longest document of a forward, chunk by chunk.
+    """One layer's writes over the longest document of a forward pass, chunk by chunk.
 
-    effective_rank: participation ratio of SSᵀ. growth: slope of log ‖S‖ over log chunks: 0.5 where writes are
-        unrelated, 1 where
-    they repeat each other; None below three chunks. lost: how much of the update rounding takes. gate_mean,
-    gate_spread: as in WriteHealth.
+    Attributes:
+        by_chunk: the complete chunks, in order.
+        effective_rank: participation ratio of SSᵀ.
+        growth: slope of log ‖S‖ over log chunks: 0.5 for unrelated writes, 1 if they repeat each other; None
+            below three chunks.
+        lost: fraction of the update that rounding removes.
+        gate_mean: as in `WriteHealth`.
+        gate_spread: as in `WriteHealth`.
     """
 
     by_chunk: tuple[ChunkWrite, ...]
@@ -77,81 +85,19 @@ class Writes:
 
     @property
     def state_ratio(self) -> float:
+        """η‖S‖/‖W0‖ after the document; 0 without a complete chunk."""
         return self.by_chunk[-1].state_ratio if self.by_chunk else 0.0
 
     @property
     def clipped(self) -> float:
+        """Fraction of chunks whose delta was clipped."""
         return sum(chunk.clipped for chunk in self.by_chunk) / max(1, len(self.by_chunk))
 
     @property
     def alignment(self) -> float | None:
-        """Mean over the chunks that have one."""
+        """Mean alignment of the chunks that have one."""
         known = [chunk.alignment for chunk in self.by_chunk if chunk.alignment is not None]
         return sum(known) / len(known) if known else None
-
-
-@contextmanager
-def observing(model: nn.Module, observer: Observer) -> Iterator[None]:
-    """Within it every fast-weight read of a forward shows its layer, keys, targets, gate and context to
-    `observer`."""
-    with overriding([layer.fast for layer in fast_weights(model).values()], observer=observer):
-        yield
-
-
-@contextmanager
-def observed(model: nn.Module, found: dict[int, WriteHealth]) -> Iterator[None]:
-    """Within it every forward of a converted model leaves its writes' health in `found`, layer by layer."""
-    with _labels_noted(model) as labels:
-
-        def observe(
-            layer: FastWeight, z: Tensor, v: Tensor, gate: Tensor | None, context: ForwardContext
-        ) -> None:
-            found[layer.fast.layer] = write_health(layer, z, v, gate, context, labels(v))
-
-        with observing(model, observe):
-            yield
-
-
-@contextmanager
-def watched(model: nn.Module, found: dict[int, Tensor]) -> Iterator[None]:
-    """Within it the first forward leaves the `state_ratio` of every layer in `found`; only its labels are
-    waited for."""
-    with _labels_noted(model) as labels:
-
-        def observe(
-            layer: FastWeight, z: Tensor, v: Tensor, gate: Tensor | None, context: ForwardContext
-        ) -> None:
-            if layer.fast.layer not in found:
-                found[layer.fast.layer] = state_ratio(layer, z, v, gate, context, labels(v))
-
-        with observing(model, observe):
-            yield
-
-
-@contextmanager
-def _labels_noted(model: nn.Module) -> Iterator[Callable[[Tensor], Tensor | None]]:
-    """Within it a call that, of an activation [B, T, …] of a forward, gives that forward's labels [B, T] on
-    the CPU, or None."""
-    last: dict[str, Any] = {}
-
-    def note(_: nn.Module, args: Any, given: dict[str, Any]) -> None:
-        last.clear()
-        last.update({name: given.get(name) for name in ("labels", "logits_to_keep")})
-
-    def labels(of: Tensor) -> Tensor | None:
-        given, kept = last.get("labels"), last.pop("logits_to_keep", None)
-        if isinstance(given, Tensor) and isinstance(kept, Tensor):  # they stand where logits are kept alone
-            given = given.new_full(of.shape[:2], IGNORED).index_copy(1, kept, given)
-        last["labels"] = given = (
-            given.cpu() if isinstance(given, Tensor) and given.shape == of.shape[:2] else None
-        )
-        return given
-
-    handle = model.register_forward_pre_hook(note, with_kwargs=True)
-    try:
-        yield labels
-    finally:
-        handle.remove()
 
 
 @torch.no_grad()
@@ -163,12 +109,22 @@ def state_ratio(
     context: ForwardContext,
     labels: Tensor | None = None,
 ) -> Tensor:
-    """η‖S‖/‖W0‖ after the longest document (with a label): infinite where S is not finite, 0 where W0 does
-    not show.
+    """Returns η‖S‖/‖W0‖ after the longest document, as a scalar tensor on the layer's device.
 
-    Where every chunk writes all of its delta, S is one product, a small part of what the layer computes: in
-    the model's own dtype, and accurate with least squares, since KᵀK rounded to bf16 is no sum of squares and
-    has no factor where the ridge is small.
+    If no chunk is clipped or normalized, S is one product, which costs little beside the layer itself. It is
+    computed in the model's own dtype, but chunk by chunk for float16. The ridge rule needs float32 at least,
+    because KᵀK rounded to bfloat16 need not be positive definite if the ridge is small.
+
+    Args:
+        layer: the TTT layer.
+        z: keys [B, T, h].
+        v: targets [B, T, d].
+        gate: write gate [B, T], or None.
+        context: layout of the forward pass.
+        labels: int64 [B, T]; only documents with a label are considered.
+
+    Returns:
+        float32 scalar: infinite if S is not finite, 0 if W0 cannot be read.
     """
     layout, w0, rule = (
         labelled(context.part(layer.chunk_size), labels),
@@ -201,9 +157,16 @@ def write_health(
     context: ForwardContext,
     labels: Tensor | None = None,
 ) -> WriteHealth:
-    """Health of a layer's writes with keys [B, T, h], targets [B, T, d] and, with least squares, a gate [B,
-    T], while its weight is at hand; over the longest document, of those with a label where labels [B, T] are
-    given."""
+    """Measures a layer's writes over the longest document, inside the forward pass.
+
+    Args:
+        layer: the TTT layer.
+        z: keys [B, T, h].
+        v: targets [B, T, d].
+        gate: write gate [B, T] of the ridge rule, or None.
+        context: layout of the forward pass.
+        labels: int64 [B, T]; only documents with a label are considered.
+    """
     layout, accurate = labelled(context.part(layer.chunk_size), labels), state_dtype(z.dtype)
     largest, last, clipped, chunks = z.new_zeros((), dtype=accurate), z.new_zeros((), dtype=accurate), 0, 0
     for write in _chunk_by_chunk(layer, z, v, gate, layout):
@@ -220,7 +183,10 @@ def write_health(
 def writes_by_chunk(
     layer: FastWeight, z: Tensor, v: Tensor, gate: Tensor | None, context: ForwardContext
 ) -> Writes:
-    """The same in full: every chunk's write, what they add up to, and what rounding would take of it."""
+    """Measures every chunk's write, their sum, and the part of it that rounding would remove.
+
+    The arguments are those of `write_health`.
+    """
     layout, w0 = context.part(layer.chunk_size), layer.matrix()
     accurate = state_dtype(z.dtype)
     read = z.new_zeros(v.shape[-1], z.shape[-1], dtype=accurate)
@@ -243,7 +209,7 @@ def writes_by_chunk(
         before, norm_before = delta, norm
     row, (start, stop) = longest_document(layout)
     tail = z[row, max(start, stop - layout.chunk_size) : stop]
-    # of whitened keys, W0's part of the output does not show here
+    # with whitened keys, W0's part of the output cannot be computed from z
     read_with_z = None if layer.fast.config.whitening is not None else w0
     lost = sums.lost(read, rounding_of_output(tail, read_with_z, layer.eta, read))
     if not layer.fast.config.rule.reads_state:
@@ -253,7 +219,7 @@ def writes_by_chunk(
 
 
 def gate_health(gate: Tensor | None, layout: ChunkLayout) -> tuple[float, float]:
-    """Mean and standard deviation of a gate [B, T] over the longest document."""
+    """Returns mean and standard deviation of a write gate [B, T] over the longest document."""
     row, (start, stop) = longest_document(layout)
     if gate is None or start == stop:
         return 1.0, 0.0
@@ -262,8 +228,14 @@ def gate_health(gate: Tensor | None, layout: ChunkLayout) -> tuple[float, float]
 
 
 def labelled(layout: ChunkLayout, labels: Tensor | None) -> ChunkLayout:
-    """Only its documents that have a label [B, T]: what fills a packed row up is a document without. All of
-    them without labels."""
+    """Returns the layout with only those documents that have a label; all of them without labels.
+
+    The tokens that fill up a packed row form a document without labels.
+
+    Args:
+        layout: the documents.
+        labels: int64 [B, T], or None.
+    """
     if labels is None:
         return layout
     learnt = labels.ne(IGNORED)
@@ -275,15 +247,20 @@ def labelled(layout: ChunkLayout, labels: Tensor | None) -> ChunkLayout:
 
 
 def longest_document(layout: ChunkLayout) -> tuple[int, Span]:
-    """Its row and span; an empty one where everything is padding."""
+    """Returns row and span of the longest document; an empty span if all tokens are padding."""
     documents = [(row, span) for row, spans in enumerate(layout.documents) for span in spans]
     return max(documents, key=lambda at: at[1][1] - at[1][0], default=(0, (0, 0)))
 
 
 @dataclass(frozen=True)
 class _Write:
-    """A chunk's write: read, what a key is read with after it [d, r]; delta, what it changed of that; its
-    clip factor."""
+    """One chunk's write.
+
+    Attributes:
+        delta: change of `read` by this chunk [d, r].
+        read: map [d, r] that keys are read with after this chunk.
+        factor: clip factor, a scalar.
+    """
 
     delta: Tensor
     read: Tensor
@@ -293,7 +270,7 @@ class _Write:
 def _chunk_by_chunk(
     layer: FastWeight, z: Tensor, v: Tensor, gate: Tensor | None, layout: ChunkLayout
 ) -> Iterator[_Write]:
-    """What each complete chunk of the longest document writes."""
+    """Yields the write of each complete chunk of the longest document."""
     accurate, tau, config, rule = state_dtype(z.dtype), layer.tau(), layer.fast.config, layer.fast.config.rule
     row, span = longest_document(layout)
     state: Tensor | float = 0.0
@@ -312,18 +289,18 @@ def _chunk_by_chunk(
 
 
 def _counted(keys: Tensor, gate: Tensor | None, row: int, part: slice) -> Tensor:
-    """Keys [n, r] of a part of a row, each as often as its write counts by the gate [B, T]."""
+    """Returns the keys [n, r] of a part of a row, times the write gate [B, T]."""
     return keys if gate is None else gate[row, part, None].to(keys.dtype) * keys
 
 
 def _size(layer: FastWeight, read: Tensor) -> Tensor:
-    """Norm of the change of W0 that `read` [d, r] stands for, without η."""
+    """Returns the norm of the change of W0 that `read` [d, r] makes, without η."""
     keys = layer.ttt.keys
     return torch.linalg.vector_norm(read if keys is None else read @ keys.directions.to(read.dtype))
 
 
 def _scale(layer: FastWeight, accurate: torch.dtype) -> float:
-    """η/‖W0‖; not a number where the weight does not show."""
+    """Returns η/‖W0‖; NaN if the weight cannot be read."""
     w0 = layer.matrix()
     return float("nan") if w0 is None else layer.eta / float(torch.linalg.vector_norm(w0, dtype=accurate))
 

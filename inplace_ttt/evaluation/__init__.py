@@ -1,1 +1,1 @@
-"""What a converted model remembers: tasks, and comparisons with TTT on and off."""
+"""Measures how much a converted model remembers: comparisons with TTT on and off, and benchmarks."""

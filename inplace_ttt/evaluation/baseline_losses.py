@@ -1,5 +1,4 @@
-"""Token losses without writes, kept in a folder: they are the base's, so that models on one base share
-them."""
+"""Keeps token losses without writes in a folder, so that models on the same base share them."""
 
 from __future__ import annotations
 
@@ -28,19 +27,25 @@ from ..surgery import disable_ttt, fast_weights
 from .token_losses import Progress, token_losses
 
 _REMEDY = "name another folder, or free some space"
-_SAYS_NOTHING = {"architectures", "transformers_version", "_name_or_path"}
+_MAY_DIFFER = {"architectures", "transformers_version", "_name_or_path"}
 """Keys of a config in which a base and its conversion may differ."""
 
 
 class BaselineLosses:
-    """Token losses with TTT off. With a folder, rows that were read once are looked up there.
+    """Computes token losses with TTT off. With a folder, losses are kept there and read back.
 
-    A file answers for the same weights (all but conv and P), config, rows, window, way of computing
-    attention, kind of device, and versions of torch, transformers and this package: runs that train conv and
-    P alone share it, with each other and with their base; a run that trained W0 has files of its own. A
-    model's weights are looked at once; make a new object after training on.
+    A file is valid for the same weights (all but conv and P), config, rows, window and attention
+    implementation. The kind of device and the versions of torch, transformers and this package must also be
+    the same. Runs that train only conv and P share files with each other and with their base. A run that
+    trains W0 has its own files.
 
-    Raises InPlaceTTTError when the folder cannot be written, here or later.
+    The weights of a model are hashed only once. Create a new object after further training.
+
+    Args:
+        folder: folder for the losses, or None to keep none.
+
+    Raises:
+        InPlaceTTTError: if the folder cannot be written, now or later.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
@@ -50,8 +55,17 @@ class BaselineLosses:
         self._keys: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()
 
     def of(self, model: PreTrainedModel, rows: Tensor, *, progress: Progress, **attention: Any) -> Tensor:
-        """float32 [B, T - 1] for token ids [B, T], as `token_losses` has them; `attention`: its window, sinks
-        and piece."""
+        """Returns the token losses of a model with TTT off.
+
+        Args:
+            model: a converted model or its base.
+            rows: token ids [B, T].
+            progress: called with the number of tokens after each piece.
+            **attention: `window`, `sinks` and `piece`, as in `token_losses`.
+
+        Returns:
+            float32 [B, T - 1] in nats, on the CPU.
+        """
         file = (
             None if self.folder is None else self.folder / f"{self._key(model, rows, attention)}.safetensors"
         )
@@ -81,7 +95,7 @@ class BaselineLosses:
 
 
 def digest_without_writes(model: PreTrainedModel) -> str:
-    """sha256 of the config and weights that the model computes with when it does not write, to the bit."""
+    """Returns the SHA-256 of the config and of all weights that a model without writes uses."""
     generators = [layer.ttt for layer in fast_weights(model).values()]
     ttt = {
         id(tensor)
@@ -89,7 +103,7 @@ def digest_without_writes(model: PreTrainedModel) -> str:
         for tensor in chain(generator.parameters(), generator.buffers())
     }
     config = {
-        key: value for key, value in of_the_base(model.config.to_dict()).items() if key not in _SAYS_NOTHING
+        key: value for key, value in of_the_base(model.config.to_dict()).items() if key not in _MAY_DIFFER
     }
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for tensor in chain(model.parameters(), model.buffers()):
@@ -103,7 +117,7 @@ def _held(file: Path, rows: Tensor) -> Tensor | None:
     try:
         losses = load_file(file)["losses"]
     except (OSError, SafetensorError, KeyError):
-        return None  # not there, or not whole: it is read anew
+        return None  # absent or incomplete: the losses are computed again
     return losses if losses.shape == (rows.shape[0], rows.shape[1] - 1) else None
 
 

@@ -1,9 +1,8 @@
-"""Do writes help, and by what their own document says? One model with TTT on, off, and on cross-document
-state; and the base.
+"""Compares one model's losses with TTT on, off, and on cross-document state, and with its base.
 
-On below off proves little: training may have taught the target generator a constant that any document writes.
-What is left of the gain when a document is read with the state that another document wrote (`mismatched`) is
-the `generic_gain`; on minus mismatched is the `document_gain`.
+A loss on below off proves little, because training may teach the target generator a constant that any
+document writes. A document is therefore also read with the state that another document wrote (`mismatched`).
+The gain that is left is the `generic_gain`; on minus mismatched is the `document_gain`.
 """
 
 from __future__ import annotations
@@ -28,11 +27,16 @@ from .token_losses import mismatched_losses, token_losses
 
 @dataclass
 class DocumentLosses:
-    """Token losses of one document, float32 [T - 1] each; mismatched (cross-document state) ends where the
-    other document does.
+    """Token losses of one document, float32 [T - 1] each, in nats.
 
-    Where there is a mismatched reading, the others' means are taken up to its end too, so that one number is
-    another's difference.
+    With a mismatched reading, all means end where it ends, so that differences of means are means of
+    differences.
+
+    Attributes:
+        on: with writes.
+        off: without writes.
+        mismatched: with cross-document state; ends where the other document does.
+        base: of the base model.
     """
 
     on: Tensor
@@ -41,7 +45,7 @@ class DocumentLosses:
     base: Tensor | None = None
 
     def mean(self, what: str, skip: int) -> float | None:
-        """In nats a token past `skip`."""
+        """Returns the mean loss of a reading after `skip` tokens, in nats per token; None if not read."""
         losses = getattr(self, what)
         end = len(self.on) if self.mismatched is None else len(self.mismatched)
         return None if losses is None else float(losses[skip:end].double().mean())
@@ -49,25 +53,35 @@ class DocumentLosses:
 
 @dataclass
 class Comparison:
-    """What was found on every document, and what follows from it: mean losses a token in nats past `skip`."""
+    """Losses of all documents.
+
+    Attributes:
+        documents: token losses of each document.
+        protocol: settings of the reading; its first `skip` tokens are left out of every mean.
+        extra: further entries of the JSON object.
+    """
 
     documents: list[DocumentLosses]
     protocol: Protocol
     extra: dict[str, Any] = field(default_factory=dict)
 
     def mean(self, what: str) -> float | None:
+        """Returns the mean over documents of a reading's loss, in nats per token; None if one lacks it."""
         found = [d.mean(what, self.protocol.skip) for d in self.documents]
         known = [x for x in found if x is not None]
         return fmean(known) if len(known) == len(found) else None
 
     def paired(self, one: str, other: str) -> Mean | None:
-        """One minus the other, document by document; no error where there is one document."""
+        """Returns the mean of one reading minus another, paired by document.
+
+        Its standard error is None for a single document. The result is None if a document lacks a reading.
+        """
         pairs = [(d.mean(one, self.protocol.skip), d.mean(other, self.protocol.skip)) for d in self.documents]
         known = [a - b for a, b in pairs if a is not None and b is not None]
         return Mean.of(known) if len(known) == len(pairs) else None
 
     def positions(self, bins: int = 16) -> list[dict[str, Any]]:
-        """The same by position: bins of equal length over the longest document."""
+        """Returns losses and gains by position, in bins of equal length over the longest document."""
         longest = max(len(d.on) for d in self.documents)
         width = max(1, -(-longest // bins))
         return [self._bin(start, min(start + width, longest)) for start in range(0, longest, width)]
@@ -83,7 +97,7 @@ class Comparison:
             row[name] = fmean(float(part.mean()) for part in parts) if parts else None
         here = [d for d in self.documents if len(d.on) > start]
         row["difference"] = vars(Mean.of(float((d.on - d.off)[start:stop].double().mean()) for d in here))
-        # fewer, where texts are of unequal length
+        # fewer documents if texts differ in length
         borrowed = [d for d in here if d.mismatched is not None and len(d.mismatched) > start]
         for name, one, other in (
             ("generic_gain", "mismatched", "off"),
@@ -94,7 +108,7 @@ class Comparison:
         return row
 
     def per_document(self, names: Sequence[str]) -> list[dict[str, Any]]:
-        """The same for every document."""
+        """Returns losses and gains of every document."""
         skip, rows = self.protocol.skip, []
         for name, d in zip(names, self.documents, strict=True):
             on, off, mismatched = (d.mean(what, skip) for what in ("on", "off", "mismatched"))
@@ -112,7 +126,7 @@ class Comparison:
         return rows
 
     def to_dict(self) -> dict[str, Any]:
-        """The contract's JSON keys."""
+        """Returns the JSON object of docs/evaluate.md."""
         values: dict[str, Any] = {name: self.mean(name) for name in ("on", "off", "base", "mismatched")}
         for name, pair in {
             "difference": ("on", "off"),
@@ -134,19 +148,27 @@ def compare(
     baseline: BaselineLosses | None = None,
     progress: bool = False,
 ) -> Comparison:
-    """Read documents of token ids [T] with a converted model, TTT on, off and on cross-document state, and
-    with `base`.
+    """Reads documents with TTT on, off and on cross-document state, and with a base.
 
-    baseline: where losses without writes are kept.
+    Args:
+        model: a converted model.
+        documents: token ids [T] of each document.
+        protocol: settings of the reading.
+        base: the model to compare with, or None.
+        baseline: keeps losses without writes, or None.
+        progress: show a bar on stderr.
 
-    Raises InPlaceTTTError as `require_comparable`, and where losses are not finite.
+    Raises:
+        InPlaceTTTError: as `require_comparable`, and if a loss is not finite.
     """
     require_comparable(model, documents, protocol)
     chunk = config_of(model).chunk_size
     settings: dict[str, Any] = dict(protocol.attention)
     baseline = baseline or BaselineLosses()
     order = sorted(range(len(documents)), key=lambda i: -len(documents[i]))
-    lender = dict(zip(order, [*order[1:], order[0]], strict=True))  # of like length, whatever the batches are
+    lender = dict(
+        zip(order, [*order[1:], order[0]], strict=True)
+    )  # similar lengths, and independent of the batches
     found: dict[int, DocumentLosses] = {}
     passes = 2 + 2 * (len(documents) > 1) + (base is not None)
     with progress_bar("reading", passes * sum(map(len, documents)), progress) as bar:
@@ -175,28 +197,33 @@ def compare(
 
 
 def require_comparable(model: PreTrainedModel, documents: Sequence[Tensor], protocol: Protocol) -> None:
-    """Raises InPlaceTTTError when a document is too short for anything to read what was written, and when two
-    are the same text."""
+    """Checks that documents can be compared.
+
+    Raises:
+        InPlaceTTTError: if no token of a document can read a write, or two documents hold the same text.
+    """
     chunk = config_of(model).chunk_size
     least = max(chunk, protocol.skip) + 1
     for document in documents:
         if len(document) <= least:
             raise InPlaceTTTError(
-                f"a document has {len(document)} tokens, and nothing reads what was written before token "
-                f"{least} (chunks of {chunk}, "
-                f"the first {protocol.skip} do not count); give longer texts."
+                f"a document has {len(document)} tokens, and no write is read and counted before token "
+                f"{least} (chunks of {chunk}, the first {protocol.skip} do not count); give longer texts."
             )
     refuse_same_text(documents)
 
 
 def _together(one: Tensor, other: Tensor, start: int, stop: int) -> float:
-    """One minus the other within a bin, as far as both go."""
+    """Returns one reading minus the other within a bin, over the tokens that both have."""
     end = min(stop, len(one), len(other))
     return float((one[start:end].double() - other[start:end].double()).mean())
 
 
 def _padded(documents: Sequence[Tensor], length: int | None = None) -> Tensor:
-    """[B, T], of that length: what stands behind a document's end comes after all that counts of it."""
+    """Returns documents as rows [B, T], padded or cut to `length`.
+
+    Padding follows a document's end, so it does not affect the document's losses.
+    """
     rows = torch.nn.utils.rnn.pad_sequence(list(documents), batch_first=True)
     return (
         rows

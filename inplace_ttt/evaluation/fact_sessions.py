@@ -1,5 +1,4 @@
-"""Documents as one way of reading has them, and what is answered to questions that are put to copies of
-that."""
+"""Reads documents in several ways, and answers questions from copies of each reading's session."""
 
 from __future__ import annotations
 
@@ -25,16 +24,21 @@ from ..tasks.facts import Encode, Question, apart
 from .protocol import Protocol
 
 _ROWS = 32
-"""Options that are read at once."""
+"""Number of options that are read in one batch."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """To one question. exact_match: greedy decoding begins with it. multiple_choice: it is likelier, per
-    token, than the other `options`.
+    """Answer to one question.
 
-    rank: of its first token, 1 the likeliest. stale: what no longer counts is said instead.
-    hallucinated: the answer is one of the options, although the document told none.
+    Attributes:
+        kind: kind of the question.
+        options: number of options.
+        exact_match: greedy decoding begins with the right answer.
+        multiple_choice: the right answer is likelier, per token, than every other option.
+        rank: rank of the right answer's first token; 1 is the likeliest.
+        stale: greedy decoding begins with an outdated answer.
+        hallucinated: greedy decoding begins with an option, although the document states no answer.
     """
 
     kind: str
@@ -48,13 +52,21 @@ class Answer:
 
 @dataclass
 class Reader:
-    """Documents as one way of reading has them: a batch of one cache."""
+    """Documents as one kind of reading holds them: a batch in one cache.
+
+    Attributes:
+        name: the reading: "on", "off", "bm25" or "full".
+        model: a converted model.
+        protocol: settings of the reading.
+        asked: number of tokens of the longest question with its answer, for which positions are reserved.
+        cache: KV cache and streams of the batch.
+        done: number of tokens read so far.
+    """
 
     name: str
     model: PreTrainedModel
     protocol: Protocol
     asked: int = 0
-    """Tokens of the longest question with its answer: positions that are left for it."""
     cache: Cache = field(init=False)
     done: int = 0
 
@@ -63,8 +75,14 @@ class Reader:
 
     @torch.no_grad()
     def read(self, rows: Tensor) -> bool:
-        """Go on to the end of token ids [B, T]. False where positions end before and nothing may be
-        forgotten."""
+        """Continues reading to the end of token ids [B, T].
+
+        If the model's positions end before that, the KV cache is dropped and reading continues at position 0.
+        The reading "full" may not drop it; it then reads nothing.
+
+        Returns:
+            False if the reading is "full" and the positions do not suffice.
+        """
         known = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         positions = inf if known is None else known - self.asked
         if self.name == "full" and rows.shape[1] > positions:
@@ -81,8 +99,10 @@ class Reader:
         return True
 
     def readings(self, documents: int) -> Iterator[tuple[str, Reader, int]]:
-        """What is asked of this session: the reading's name, its session, and how many rows further a
-        document's questions are put."""
+        """Yields the readings that this session serves: name, session, and a shift of rows.
+
+        A document's questions are put to the row that many rows further on.
+        """
         yield self.name, self, 0
         if self.name == "on":
             yield "state_only", self._written(documents), 0
@@ -91,7 +111,7 @@ class Reader:
 
     @torch.no_grad()
     def _written(self, documents: int) -> Reader:
-        """The fast weights alone, at the beginning of a text."""
+        """Returns a session with the fast weights alone, at the beginning of a text."""
         written = copy.copy(self)
         written.cache = only_written(self.cache, self._empty())
         if self.protocol.begins:
@@ -107,13 +127,24 @@ class Reader:
 
     @torch.no_grad()
     def answers(self, row: int, questions: Sequence[Question], encode: Encode) -> list[Answer]:
-        """In the order of the questions, each put to what the row has read."""
+        """Puts each question to a copy of the session of one row.
+
+        Args:
+            row: row of the batch.
+            questions: the questions.
+            encode: turns text into token ids without special tokens.
+
+        Returns:
+            The answers, in the order of the questions.
+        """
         alone = self._alone(row)
         prompts = [encode(apart(question.prompt)) for question in questions]
         order = sorted(range(len(questions)), key=lambda i: len(prompts[i]))
         found: dict[int, Answer] = {}
         with self._as_it_reads():
-            for _, alike in groupby(order, key=lambda i: len(prompts[i])):  # no padding before what counts
+            for _, alike in groupby(
+                order, key=lambda i: len(prompts[i])
+            ):  # equal lengths, so that no padding precedes the answer
                 together = list(alike)
                 at_once = max(1, _ROWS // max(len(questions[i].options) for i in together))
                 for first in range(0, len(together), at_once):
@@ -123,20 +154,20 @@ class Reader:
         return [found[i] for i in range(len(questions))]
 
     def _alone(self, row: int) -> Self:
-        """The session of one row."""
+        """Returns the session of one row."""
         alone = copy.copy(self)
         alone.cache = copy.deepcopy(self.cache)
         alone.cache.batch_select_indices(torch.tensor([row], device=self.model.device))
         return alone
 
     def _before(self, prompts: Sequence[list[int]]) -> Cache:
-        """What the one row has read before each prompt, as a batch of them."""
+        """Returns a batch of copies of the row's cache, one per prompt."""
         cache = copy.deepcopy(self.cache)
         cache.batch_select_indices(torch.zeros(len(prompts), dtype=torch.long, device=self.model.device))
         return cache
 
     def _answers(self, asked: Sequence[tuple[Question, list[int]]], encode: Encode) -> Iterator[Answer]:
-        """Of the one row, to questions whose prompts are of one length."""
+        """Yields the answers to questions whose prompts have the same length."""
         device, cache = self.model.device, self._before([prompt for _, prompt in asked])
         first = self._log_probabilities(torch.tensor([prompt for _, prompt in asked]), cache)[:, -1]
         asker = [number for number, (question, _) in enumerate(asked) for _ in question.options]
@@ -148,7 +179,7 @@ class Reader:
         cache.batch_select_indices(torch.tensor(asker, device=device))
         then = self._log_probabilities(
             pad_sequence(options, batch_first=True), cache
-        )  # what stands behind an option's end comes after all that counts
+        )  # padding follows an option, so it does not affect the option's tokens
         scores: list[list[tuple[bool, float]]] = [[] for _ in asked]
         begins: list[list[int]] = [[] for _ in asked]
         for number, ids, after in zip(asker, options, then, strict=True):
@@ -160,12 +191,12 @@ class Reader:
             yield _answer(question, scores[number], first[number], begins[number])
 
     def _log_probabilities(self, ids: Tensor, cache: Cache) -> Tensor:
-        """float32 [B, n, V] on the CPU, of token ids [B, n]."""
+        """Returns log-probabilities float32 [B, n, V] on the CPU, for token ids [B, n]."""
         logits = self.model(ids.to(self.model.device), **{CACHE: cache}, use_cache=True).logits.float()
         if not logits.isfinite().all():
             raise InPlaceTTTError(
-                f"the model's logits are not finite in the reading `{self.name}`; `inplace-ttt diagnose` "
-                "says why."
+                f"the model's logits are not finite in the reading `{self.name}`; run `inplace-ttt diagnose` "
+                "to find the cause."
             )
         return logits.log_softmax(-1).cpu()
 
@@ -183,8 +214,10 @@ class Reader:
 
 
 class Retrieval(Reader):
-    """Documents that are kept as token ids; a question is put behind the piece of them that BM25 finds for
-    it, half a window long."""
+    """Documents kept as token ids, from which BM25 retrieves one piece per question.
+
+    The piece is half a window long and precedes the question.
+    """
 
     rows: Tensor
     pieces: Tensor
@@ -199,7 +232,7 @@ class Retrieval(Reader):
 
         assert self.protocol.window is not None
         alone, size = copy.copy(self), min(max(1, self.protocol.window // 2), self.rows.shape[1])
-        # overlapping, so that each sentence stands whole in one
+        # overlapping, so that most sentences lie complete in one piece
         alone.pieces = self.rows[row].unfold(0, size, max(1, size // 2))
         alone.index = BM25Okapi(alone.pieces.tolist())
         return alone
@@ -217,6 +250,7 @@ class Retrieval(Reader):
 
 
 def sessions(model: PreTrainedModel, protocol: Protocol, asked: int) -> Iterator[Reader]:
+    """Yields a session for each way of reading: on and off, and with a window also bm25 and full."""
     yield from (Reader(name, model, protocol, asked) for name in ("on", "off"))
     if protocol.window is not None:
         yield Retrieval("bm25", model, protocol, asked)
@@ -226,20 +260,23 @@ def sessions(model: PreTrainedModel, protocol: Protocol, asked: int) -> Iterator
 def _answer(
     question: Question, scores: Sequence[tuple[bool, float]], first: Tensor, begins: Sequence[int]
 ) -> Answer:
-    """scores: for each option, whether greedy decoding gives it, and its log-probability a token; begins: its
-        first token.
+    """Evaluates one question.
 
-    first: log-probabilities [V] after the prompt.
+    Args:
+        question: the question.
+        scores: for each option, True if greedy decoding produces it, and its log-probability per token.
+        first: log-probabilities [V] after the prompt.
+        begins: first token of each option.
     """
-    said = [option for option, (greedy, _) in zip(question.options, scores, strict=True) if greedy]
+    decoded = [option for option, (greedy, _) in zip(question.options, scores, strict=True) if greedy]
     if question.answer is None:
-        return Answer(question.kind, len(scores), hallucinated=bool(said))
+        return Answer(question.kind, len(scores), hallucinated=bool(decoded))
     right = question.options.index(question.answer)
     return Answer(
         question.kind,
         len(scores),
-        exact_match=question.answer in said,
+        exact_match=question.answer in decoded,
         multiple_choice=max(range(len(scores)), key=lambda i: scores[i][1]) == right,
         rank=int((first > first[begins[right]]).sum()) + 1,
-        stale=question.earlier in said,
+        stale=question.earlier in decoded,
     )

@@ -1,16 +1,20 @@
-"""Does a model answer what it read? Facts that no corpus has are told in a text and asked for after more of
-it.
+"""Measures how often a model answers questions about invented facts that it read before.
 
-Every document tells facts of its own (`tasks.facts`), spread over its beginning, and goes on with text. After
-each distance the questions are put to copies of the session, so that no answer is read by the next question.
-exact_match counts answers that greedy decoding from the prompt would begin with. multiple_choice counts
-answers that are likelier, per token, than every other that the document tells.
+Every document states its own facts (`tasks.facts`), spread over its beginning, and continues with text. After
+each distance the questions are put to copies of the session, so that no question reads an earlier answer.
+exact_match counts the answers with which greedy decoding would begin. multiple_choice counts the answers that
+are likelier, per token, than every other one that the document states.
 
-The readings: on and off, behind the window if there is one; state_only, with the fast weights of on and
-nothing to attend to; mismatched, with the next document's fast weights and window, which was told other
-facts. And what one would pick instead of a memory, without writes: bm25, with the piece of the text that BM25
-finds for the question in the window; full, with all of the text to attend to. Where attention begins anew,
-the tokens that begin every text (a BOS) come first.
+The readings:
+
+- on: with writes.
+- off: without writes.
+- state_only: the fast weights of on, with an empty KV cache.
+- mismatched: the next document's fast weights and window, which hold other facts.
+- bm25 (only with a window): without writes; BM25 retrieves a piece of text for the question.
+- full (only with a window): without writes, with full attention.
+
+Wherever attention begins anew, the special tokens that begin every text (a BOS) come first.
 """
 
 from __future__ import annotations
@@ -46,18 +50,29 @@ def recall_of_facts(
     seed: int = 0,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """Shares of exact matches and right choices, by reading, distance and kind of question; JSON keys as
-    docs/evaluate.md has them.
+    """Measures shares of exact matches and right choices, by reading, distance and kind of question.
 
-    fillers: a text's token ids [T] for each document, `document_tokens` of them or nearly; more is left out.
-    distances: tokens between that part and the questions. Where positions end, a reading forgets what it
-        attends to and goes on from
-    position 0; full is not read so far. Raises InPlaceTTTError for texts that are too short.
+    Where a model's positions end, a reading drops its KV cache and continues at position 0. The reading full
+    ends there.
+
+    Args:
+        model: a converted model.
+        fillers: token ids [T] of a text per document, about `document_tokens` of them; more are cut off.
+        encode: turns text into token ids without special tokens.
+        records: number of invented places per document.
+        distances: numbers of tokens between the stated facts and the questions.
+        protocol: settings of the reading.
+        seed: seed of the facts.
+        progress: show a bar on stderr.
+
+    Returns:
+        JSON object with the keys of docs/evaluate.md.
+
+    Raises:
+        InPlaceTTTError: if a text is too short, or rank-bm25 is not installed.
     """
     if protocol.window is not None and find_spec("rank_bm25") is None:
-        raise InPlaceTTTError(
-            f"what retrieval finds instead is read by the package rank-bm25; {how_to_install('eval')}."
-        )
+        raise InPlaceTTTError(f"the reading bm25 needs the package rank-bm25; {how_to_install('eval')}.")
     distances = sorted(dict.fromkeys(distances))
     told = _invented(records, len(fillers), seed)
     beginning = _beginning(told, encode, config_of(model).chunk_size)
@@ -69,8 +84,8 @@ def recall_of_facts(
     if missing := length - min(map(len, documents)):
         raise InPlaceTTTError(
             f"{records} records and a distance of {distances[-1]:,} take documents of {length:,} tokens, "
-            f"and one lacks {missing:,} of "
-            "them; give more text, fewer --facts, or a shorter distance."
+            f"and one lacks {missing:,} "
+            f"of them; give more text, fewer --facts, or a shorter distance."
         )
     rows = torch.stack(documents)
     found: dict[tuple[str, int], list[list[Answer]]] = {}  # document by document
@@ -87,7 +102,7 @@ def recall_of_facts(
     )
     with (
         progress_bar("facts", total, progress, unit="question") as bar,
-        with_config(fast_weights(model).values(), prompt_write=None),  # in a text no prompt ends
+        with_config(fast_weights(model).values(), prompt_write=None),  # the text holds no prompt
     ):
         for group in torch.arange(len(rows)).tensor_split(_groups(len(rows), protocol.batch_size)):
             for session in sessions(model, protocol, longest):
@@ -117,14 +132,17 @@ def recall_of_facts(
 
 
 def _groups(documents: int, batch_size: int) -> int:
-    """How many batches there are: none of one document alone, since it borrows another's state."""
+    """Returns the number of batches.
+
+    No batch has only one document if there are more, because each document borrows another's state.
+    """
     return max(1, min(-(-documents // max(2, batch_size)), documents // 2))
 
 
 def document_tokens(
     records: int, documents: int, distance: int, encode: Encode, chunk_size: int, seed: int = 0
 ) -> int:
-    """Tokens of text that are enough for each document of `recall_of_facts`."""
+    """Returns the number of tokens of text that each document of `recall_of_facts` needs."""
     return _beginning(_invented(records, documents, seed), encode, chunk_size) + distance
 
 
@@ -133,14 +151,16 @@ def _invented(records: int, documents: int, seed: int) -> list[Facts]:
 
 
 def _beginning(told: Sequence[Facts], encode: Encode, chunk_size: int) -> int:
-    """Tokens of the part that tells the facts: half of it is text; whole chunks."""
+    """Returns the tokens of the part that states the facts: complete chunks, half of it text."""
     longest = max(sum(len(encode(apart(sentence))) for sentence in facts.sentences) for facts in told)
     return -(-2 * longest // chunk_size) * chunk_size
 
 
 def _document(facts: Facts, filler: Tensor, encode: Encode, beginning: int, length: int) -> Tensor:
-    """Token ids [length]: the sentences evenly within `beginning` tokens of text, then text alone. Shorter
-    where the text ends before."""
+    """Returns token ids [length]: sentences spread over the first `beginning` tokens, then text alone.
+
+    The result is shorter if the text ends before.
+    """
     sentences = [torch.tensor(encode(apart(sentence, closed=True))) for sentence in facts.sentences]
     text = beginning - sum(map(len, sentences))
     places = [text * (number + 1) // (len(sentences) + 1) for number in range(len(sentences))]
@@ -150,8 +170,10 @@ def _document(facts: Facts, filler: Tensor, encode: Encode, beginning: int, leng
 
 
 def _summary(documents: Sequence[Sequence[Answer]], distance: int) -> dict[str, Any]:
-    """Shares by kind, with their 95 % intervals and document by document, and the median rank of an answer's
-    first token."""
+    """Returns shares by kind of question, with 95 % intervals and by document.
+
+    It adds the median rank of an answer's first token.
+    """
     kinds: dict[str, Any] = {}
     for kind in KINDS:
         by_document = _of_kind(documents, kind)
@@ -177,8 +199,10 @@ def _of_kind(documents: Sequence[Sequence[Answer]], kind: str) -> list[list[Answ
 def _gains(
     found: Mapping[tuple[str, int], Sequence[Sequence[Answer]]], other: str, distances: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """What on says and chooses more than another reading: mean and error over documents, whose questions one
-    session answers."""
+    """Returns shares of on minus those of another reading, with the standard error over documents.
+
+    Questions of one document share a session, so documents are the independent units.
+    """
 
     def gain(kind: str, name: str, distance: int) -> dict[str, Any]:
         pairs = zip(*(_of_kind(found[reading, distance], kind) for reading in ("on", other)), strict=True)

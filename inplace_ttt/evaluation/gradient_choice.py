@@ -1,9 +1,8 @@
-"""Chooses layers and η for `target: gradient`: tries several on texts, untrained, and takes the best that
-does no harm.
+"""Chooses layers and η for `target: gradient`: tries several, untrained, and takes the best harmless one.
 
-Each text is read with a passage that stands in it twice, the second time beyond the attention window. A
-choice does harm if it raises the loss of any text between the two copies. `choose` takes the harmless choice
-that lowers the loss of the second copy most.
+Each text holds a passage twice, the second time beyond the attention window. A choice does harm if it raises
+the loss of any text between the two copies. `choose` takes the harmless choice that lowers the loss of the
+second copy most.
 """
 
 from __future__ import annotations
@@ -27,19 +26,26 @@ from .token_losses import token_losses
 
 LAYERS = ("upper:6", "upper:3")
 ETAS = (0.01, 0.02, 0.04, 0.08, 0.16)
-"""From the smallest on; a set of layers is left at the first η that does harm."""
+"""Values of η, ascending. A set of layers is abandoned at the first η that does harm."""
 TEXTS, LENGTH, WINDOW = 3, 1024, 256
-"""At most so many texts, of at most so many tokens, and an attention window of at most so many."""
+"""Upper limits: number of texts, tokens per text, and tokens of the attention window."""
 _BEGINNING = 8
-"""Tokens that no passage takes: what a tokenizer puts before a text stands in it once."""
+"""Tokens at a text's beginning that never belong to the passage.
+
+They may be special tokens, which a text holds only once.
+"""
 
 
 @dataclass(frozen=True)
 class Tried:
-    """One choice, and what it changes. Losses are with writes minus without, in nats per token.
+    """One choice and its effect. Losses are with writes minus without, in nats per token.
 
-    text: mean over texts, between the two copies. worst: the largest of them. again: mean over texts, on the
-        second copy.
+    Attributes:
+        layers: indices of the layers.
+        eta: η.
+        text: mean over texts of the loss between the two copies.
+        worst: largest of these losses.
+        again: mean over texts of the loss on the second copy.
     """
 
     layers: tuple[int, ...]
@@ -50,6 +56,7 @@ class Tried:
 
     @property
     def harms(self) -> bool:
+        """True if the loss of some text rises between the two copies."""
         return self.worst > 0
 
 
@@ -62,17 +69,18 @@ def choose(
     etas: Sequence[float] = ETAS,
     progress: bool = False,
 ) -> tuple[Tried, list[Tried]]:
-    """Returns the best choice of layers and η, and all that were tried, in order.
+    """Returns the best choice of layers and η, and all choices that were tried, in order.
 
     Args:
-        model: a model that is not converted; it is the same afterwards.
-        config: with `target: gradient`; its layers and η are replaced by those that are tried.
+        model: a model that is not converted; it is unchanged afterwards.
+        config: a config with `target: gradient`; its layers and η are replaced by those that are tried.
         rows: token ids [1, T] of texts like those to be read.
-        layers: sets of layers to try, as in a config. etas: values of η to try, ascending.
+        layers: sets of layers to try, as in a config.
+        etas: values of η to try, ascending.
         progress: show a bar on stderr.
 
     Raises:
-        InPlaceTTTError: if no text holds a passage of a chunk twice, beyond a window.
+        InPlaceTTTError: if a text is too short to hold a passage of one chunk twice, beyond a window.
     """
     length = min([LENGTH, *(row.shape[1] for row in rows)])
     passage = Passage((length - _BEGINNING) // 4, (length - _BEGINNING) // 2)
@@ -80,8 +88,7 @@ def choose(
     if passage.length < config.chunk_size:
         raise InPlaceTTTError(
             f"choosing layers and eta takes texts of {4 * config.chunk_size + _BEGINNING} tokens, and one "
-            f"has {length}; give longer texts, "
-            "or --layers and --eta."
+            f"has {length}; give longer texts, or --layers and --eta."
         )
     texts = torch.cat([passage.repeat(row[0, :length], start)[None] for row in rows[:TEXTS]])
     how: dict[str, Any] = {"piece": config.chunk_size, "window": min(WINDOW, passage.length)}
@@ -119,8 +126,8 @@ def choose(
 
 
 def table(best: Tried, tried: Sequence[Tried]) -> list[str]:
-    """Lines of text: what each choice changes, and which one is taken."""
-    columns = ("eta", "text", "worst", "again")
+    """Returns lines of text: the effect of each choice, and the choice that is taken."""
+    columns = ("eta", "text", "worst", "repeat")
     lines = [
         "choice of layers and eta, on minus off in nats per token:",
         f"  {'layers':26}" + "".join(f"{name:>9}" for name in columns),
@@ -152,8 +159,10 @@ def _resolved(
 def _measured(
     model: PreTrainedModel, config: InPlaceTTTConfig, rows: Sequence[Tensor]
 ) -> dict[int, dict[str, Tensor]]:
-    """Returns each layer's calibrated tensors. They are measured with TTT off, so they hold for any subset of
-    the layers."""
+    """Returns each layer's calibrated tensors, by layer index and name.
+
+    They are measured with TTT off, so they hold for any subset of the layers.
+    """
     convert(model, config)
     try:
         calibrate(model, rows)
@@ -172,6 +181,7 @@ def _read(
     texts: Tensor,
     how: dict[str, Any],
 ) -> Tensor:
+    """Returns the token losses [B, T - 1] of texts [B, T] with the choice in `config`."""
     convert(model, config)
     try:
         for index, layer in fast_weights(model).items():

@@ -1,5 +1,7 @@
-"""Loss on a fixed last block while the context before it grows (the paper's sliding-window perplexity, Figure
-2)."""
+"""Measures the loss on a fixed last block while the context before it grows.
+
+This is the paper's sliding-window perplexity (Figure 2).
+"""
 
 from __future__ import annotations
 
@@ -29,12 +31,28 @@ def growing_context(
     baseline: BaselineLosses | None = None,
     progress: bool = False,
 ) -> list[dict[str, Any]]:
-    """For each number of context tokens: mean loss (nats) and perplexity on the block after it, TTT on, off,
-    base.
+    """Measures loss and perplexity on a block after contexts of several lengths.
 
-    The block is the same for every context: the `block` tokens that follow the longest one in each document
-    of token ids [T]; a shorter context begins as every text does. Raises InPlaceTTTError as
-    `require_contexts`.
+    The readings are TTT on, off, and the base. The block is the same for every context: the `block` tokens
+    that follow the longest context in each document. A shorter context begins with the special tokens of
+    every text.
+
+    Args:
+        model: a converted model.
+        documents: token ids [T] of each document.
+        contexts: numbers of context tokens.
+        protocol: settings of the reading.
+        block: number of tokens of the block.
+        base: the model to compare with, or None.
+        baseline: keeps losses without writes, or None.
+        progress: show a bar on stderr.
+
+    Returns:
+        One JSON object per context: mean losses in nats per token, perplexities, and on - off with its
+        standard error.
+
+    Raises:
+        InPlaceTTTError: as `require_contexts`.
     """
     require_contexts(documents, contexts, block)
     longest = max(contexts)
@@ -57,7 +75,12 @@ def growing_context(
 
 
 def require_contexts(documents: Sequence[Tensor], contexts: Sequence[int], block: int) -> None:
-    """Raises InPlaceTTTError when a document is shorter than the longest context and the block."""
+    """Checks that every document is long enough.
+
+    Raises:
+        InPlaceTTTError: if a document is shorter than the longest context and the block, or a length is below
+            1.
+    """
     longest = max(contexts)
     if min(contexts) < 1 or block < 1:
         raise InPlaceTTTError(
@@ -66,6 +89,5 @@ def require_contexts(documents: Sequence[Tensor], contexts: Sequence[int], block
     if short := [len(d) for d in documents if len(d) < longest + block]:
         raise InPlaceTTTError(
             f"a context of {longest} tokens and a block of {block} take {longest + block}, and a document "
-            f"has {min(short)}; give longer "
-            "documents, or a shorter context."
+            f"has {min(short)}; give longer documents, or a shorter context."
         )

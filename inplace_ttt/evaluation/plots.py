@@ -1,4 +1,4 @@
-"""What an evaluation looks like: loss by position, document by document, and by context."""
+"""Draws the plots of an evaluation: loss by position, by document, by context, and recall of facts."""
 
 from __future__ import annotations
 
@@ -22,21 +22,31 @@ _NAMES = {
     "off": "TTT off",
     "base": "base",
     "mismatched": "another document's state",
-    "state_only": "what was written alone",
-    "bm25": "what BM25 finds, TTT off",
+    "state_only": "fast weights alone",
+    "bm25": "BM25 retrieval, TTT off",
     "full": "full attention, TTT off",
 }
 
 
 def require_plots() -> None:
-    """Raises InPlaceTTTError without matplotlib."""
+    """Raises InPlaceTTTError if matplotlib is not installed."""
     if find_spec("matplotlib") is None:
-        raise InPlaceTTTError(f"plots need matplotlib; {how_to_install('plots')}, or leave --out away.")
+        raise InPlaceTTTError(f"plots need matplotlib; {how_to_install('plots')}, or leave out --out.")
 
 
 def write_plots(folder: Path, result: dict[str, Any]) -> list[str]:
-    """Draw what an evaluation's JSON object holds into PNG files; gives their names. Raises InPlaceTTTError
-    without matplotlib."""
+    """Draws the results of an evaluation into PNG files.
+
+    Args:
+        folder: folder of the files.
+        result: JSON object of the evaluation.
+
+    Returns:
+        Names of the files.
+
+    Raises:
+        InPlaceTTTError: if matplotlib is not installed.
+    """
     require_plots()
     from matplotlib import pyplot
     from matplotlib.figure import Figure
@@ -56,7 +66,7 @@ def write_plots(folder: Path, result: dict[str, Any]) -> list[str]:
 
 
 def _positions(result: dict[str, Any]) -> Any:
-    """Each reading's loss minus that without writes, by position, with the standard error of on minus off."""
+    """Draws each reading's loss minus the loss with TTT off, by position, with the standard error."""
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4))
@@ -80,7 +90,7 @@ def _positions(result: dict[str, Any]) -> Any:
     axes.axhline(0, color=_COLOURS["off"], linewidth=1)
     axes.set(
         xlabel="position in the document (tokens)",
-        ylabel="loss minus TTT off (nats a token)",
+        ylabel="loss minus TTT off (nats per token)",
         title=_headline(result),
     )
     axes.legend(frameon=False)
@@ -88,7 +98,7 @@ def _positions(result: dict[str, Any]) -> Any:
 
 
 def _beyond_off(row: dict[str, Any], name: str) -> float | None:
-    """A reading's loss minus that without writes, over the same documents."""
+    """Returns a reading's loss minus the loss with TTT off, over the same documents; None if unknown."""
     if name == "mismatched":
         return None if row["generic_gain"] is None else row["generic_gain"]["mean"]
     return None if row[name] is None else row[name] - row["off"]
@@ -106,7 +116,7 @@ def _with_error(value: dict[str, Any]) -> str:
 
 
 def _documents(result: dict[str, Any]) -> Any:
-    """Each document's differences, in the order of its own on - off."""
+    """Draws each document's differences, sorted by on - off."""
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4))
@@ -127,26 +137,29 @@ def _documents(result: dict[str, Any]) -> Any:
     axes.locator_params(axis="x", integer=True)
     axes.set(
         xlabel="documents, the most helped first",
-        ylabel="difference (nats a token)",
-        title="Is it the rule, or a few documents?",
+        ylabel="difference (nats per token)",
+        title="Difference by document",
     )
     axes.legend(frameon=False)
     return figure
 
 
 def _facts(facts: dict[str, Any]) -> Any:
-    """Shares with their intervals: what was told in the question's words, by distance; and every kind of
-    question at the first distance."""
+    """Draws shares of right answers with their intervals.
+
+    The first two plots show verbatim questions by distance, the third every kind of question at the first
+    distance.
+    """
     from matplotlib import pyplot
 
-    figure, (said, chosen, kinds) = pyplot.subplots(
+    figure, (exact, chosen, kinds) = pyplot.subplots(
         1, 3, figsize=(15, 4), sharey=True, width_ratios=(1, 1, 1.5)
     )
     first = next(iter(facts["readings"].values()))[0]
     names = [kind for kind, its in first["kinds"].items() if "multiple_choice" in its]
     for number, (name, rows) in enumerate(facts["readings"].items()):
         how = {"marker": "o", "markersize": 4, "capsize": 2, "color": _COLOURS[name]}
-        for axes, measure in ((said, "exact_match"), (chosen, "multiple_choice")):
+        for axes, measure in ((exact, "exact_match"), (chosen, "multiple_choice")):
             _with_intervals(
                 axes,
                 [row["distance"] for row in rows],
@@ -165,12 +178,13 @@ def _facts(facts: dict[str, Any]) -> Any:
         [place + 0.4 for place in range(len(names))],
         **dotted,
     )
-    for axes, measure in ((said, "exact_match"), (chosen, "multiple_choice")):
+    for axes, measure in ((exact, "exact_match"), (chosen, "multiple_choice")):
         axes.set_xscale("log", base=2)
         axes.set(
-            xlabel="tokens between facts and questions", title=f"{measure.replace('_', ' ')}, asked as told"
+            xlabel="tokens between facts and questions",
+            title=f"{measure.replace('_', ' ')}, verbatim questions",
         )
-    said.set(ylabel="share of answers", ylim=(-0.02, 1.02))
+    exact.set(ylabel="share of answers", ylim=(-0.02, 1.02))
     kinds.set_xticks(range(len(names)), names)
     kinds.set(title=f"multiple choice, after {first['distance']:,} tokens (dotted: chance)")
     kinds.legend(frameon=False)
@@ -183,7 +197,7 @@ def _with_intervals(axes: Any, at: list[float], shares: list[dict[str, float]], 
 
 
 def _contexts(result: dict[str, Any]) -> Any:
-    """Perplexity of the last block against the context before it."""
+    """Draws the perplexity of the last block against the number of context tokens before it."""
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4))
@@ -195,7 +209,7 @@ def _contexts(result: dict[str, Any]) -> Any:
     axes.set(
         xlabel="context before the block (tokens)",
         ylabel="perplexity of the block",
-        title="The same block, with more before it",
+        title="The same block after more context",
     )
     axes.set_xscale("log", base=2)
     axes.legend(frameon=False)

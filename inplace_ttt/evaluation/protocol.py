@@ -1,4 +1,4 @@
-"""How documents are read: the attention, the batches, and the losses with and without writes."""
+"""Settings of how documents are read, and the losses with and without writes."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ from .token_losses import Progress, token_losses
 
 @dataclass(frozen=True)
 class Protocol:
-    """How documents are read.
+    """Settings of how documents are read.
 
-    window, sinks: attention, all of the text without a window. skip: first tokens that do not count.
-    batch_size: documents at once. begins: special tokens that begin every text of this model, a BOS; a probe
-        that cuts a text, or forgets
-    what was attended to, puts them first.
+    Attributes:
+        window: attention window in tokens; None for full attention.
+        sinks: first tokens that stay visible beside the window.
+        skip: first tokens of a document that do not count.
+        batch_size: documents per batch.
+        begins: special tokens that begin every text of this model, such as a BOS. A probe puts them first if
+            it cuts a text or drops the KV cache.
     """
 
     window: int | None = None
@@ -35,6 +38,7 @@ class Protocol:
 
     @property
     def attention(self) -> dict[str, int | None]:
+        """The arguments `window` and `sinks`."""
         return {"window": self.window, "sinks": self.sinks}
 
 
@@ -47,7 +51,19 @@ def on_and_off_losses(
     *,
     progress: Progress,
 ) -> dict[str, Tensor]:
-    """Token losses float32 [B, T - 1] of token ids [B, T]: on, off, and base where there is one."""
+    """Reads rows with TTT on, with TTT off, and with a base.
+
+    Args:
+        model: a converted model.
+        rows: token ids [B, T].
+        protocol: settings of the reading.
+        baseline: keeps losses without writes, or None.
+        base: the model to compare with, or None.
+        progress: called with the number of tokens after each piece.
+
+    Returns:
+        Token losses "on", "off" and, with a base, "base": float32 [B, T - 1] in nats.
+    """
     baseline, chunk = baseline or BaselineLosses(), config_of(model).chunk_size
     how: dict[str, Any] = {**protocol.attention, "progress": progress}
     groups = rows.split(protocol.batch_size)
@@ -60,4 +76,5 @@ def on_and_off_losses(
 
 
 def progress_bar(title: str, total: int, shown: bool, unit: str = "tok") -> tqdm[Any]:
+    """Returns a progress bar on stderr."""
     return tqdm(total=total, desc=title, unit=unit, file=sys.stderr, disable=None if shown else True)

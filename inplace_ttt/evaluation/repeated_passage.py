@@ -1,8 +1,7 @@
-"""The repeated-passage probe: a passage stands twice in a document, the second time beyond the attention
-window.
+"""Repeated-passage probe: a document holds a passage twice, the second time beyond the attention window.
 
-Only the fast weights can know the second copy. What the writes change on the unrelated text between the
-copies is the bias that recall has to beat.
+Only the fast weights can carry the passage to its second copy. The change of the loss on the unrelated text
+between the copies is the bias that recall must exceed.
 """
 
 from __future__ import annotations
@@ -32,11 +31,25 @@ def repeated_passage(
     baseline: BaselineLosses | None = None,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """Loss with TTT on minus off on the second copy and on the text between, paired over documents of token
-    ids [T], one length.
+    """Measures the loss with TTT on minus off, on the second copy and on the text between the copies.
 
-    `repeated_passage_off` and `between_off` are the losses without writes. Where a passage starts is drawn
-    from what room there is, past the tokens that begin every text. Raises InPlaceTTTError as `require_room`.
+    The passage starts at a random position after the special tokens that begin every text.
+
+    Args:
+        model: a converted model.
+        documents: token ids [T] of each document; all are cut to the length of the shortest.
+        protocol: settings of the reading.
+        passage: length of the passage and gap; default 512 and 1,024 tokens.
+        seed: seed of the positions.
+        baseline: keeps losses without writes, or None.
+        progress: show a bar on stderr.
+
+    Returns:
+        JSON object: `repeated_passage` and `between`, on - off in nats per token with the standard error over
+        documents; `repeated_passage_off` and `between_off`, the losses without writes.
+
+    Raises:
+        InPlaceTTTError: as `require_room`.
     """
     passage = passage or Passage()
     require_room(documents, passage)
@@ -46,7 +59,7 @@ def repeated_passage(
     rows = torch.stack(
         [passage.repeat(d[:length], start) for d, start in zip(documents, starts, strict=True)]
     )
-    with progress_bar("second copy", 2 * rows.numel(), progress) as bar:
+    with progress_bar("repeated passage", 2 * rows.numel(), progress) as bar:
         losses = on_and_off_losses(model, rows, protocol, baseline, progress=bar.update)
     with_writes, without = losses["on"].double(), losses["off"].double()
     spans = {
@@ -65,11 +78,15 @@ def repeated_passage(
 
 
 def require_room(documents: Sequence[Tensor], passage: Passage) -> None:
-    """Raises InPlaceTTTError when a document has no room for both copies."""
+    """Checks that every document has room for both copies.
+
+    Raises:
+        InPlaceTTTError: if the shortest document is too short.
+    """
     length = min(map(len, documents))
     if length < passage.tokens:
         raise InPlaceTTTError(
             f"a passage of {passage.length} tokens twice, {passage.gap} apart, takes {passage.tokens} "
-            "tokens, and the shortest document "
-            f"has {length}; give longer documents, or a shorter passage."
+            "tokens, and the shortest "
+            f"document has {length}; give longer documents, or a shorter passage."
         )

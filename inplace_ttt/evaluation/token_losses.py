@@ -1,5 +1,7 @@
-"""Token losses of documents read piece by piece through a KV cache: the same function as one call (law L2),
-in fewer bytes."""
+"""Computes the token losses of documents, read in pieces through a KV cache.
+
+The result equals that of one forward pass (law L2), with less memory.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,10 @@ from ..layer.overrides import with_config
 from ..surgery import causal_lm, fast_weights
 
 PIECE = 512
-"""Tokens read at once by a model without chunks."""
+"""Tokens per piece for a model without chunks."""
 
 Progress = Callable[[int], Any]
-"""Told how many tokens were read."""
+"""Called with the number of tokens that were read."""
 
 
 @torch.no_grad()
@@ -38,14 +40,26 @@ def token_losses(
     before_piece: Callable[[Cache], Any] | None = None,
     progress: Progress = lambda tokens: None,
 ) -> Tensor:
-    """-log p of every next token, float32 [B, T - 1] on the CPU, for rows of token ids [B, T] without
-    padding.
+    """Computes -log p of every next token, for rows without padding.
 
-    What chunks write is read, also where the config has `prompt_write`: in a text no prompt ends.
-    window, sinks: attention as in `attention_window`; all of the row without a window.
-    lenders: rows in front of those B, which are read for the state that they write, and have no logits made.
-    before_piece: called with the cache before each piece of `piece` tokens. Raises InPlaceTTTError for losses
-        that are not finite.
+    The text holds no prompt, so every chunk is written and read even if the config has `prompt_write`.
+
+    Args:
+        model: a converted model or a base.
+        rows: token ids [lenders + B, T].
+        piece: tokens per forward pass.
+        window: attention window in tokens; None for full attention.
+        sinks: first tokens that stay visible beside the window.
+        lenders: number of leading rows that are read only for the state that they write; their logits are not
+            computed.
+        before_piece: called with the cache before each piece.
+        progress: called with the number of tokens after each piece.
+
+    Returns:
+        float32 [B, T - 1] in nats, on the CPU.
+
+    Raises:
+        InPlaceTTTError: if a loss is NaN or infinite.
     """
     rows = rows.to(model.device)
     cache = (
@@ -65,8 +79,8 @@ def token_losses(
             if not losses.isfinite().all():
                 first = start + 1 + int((~losses.isfinite()).any(0).int().argmax())
                 raise InPlaceTTTError(
-                    f"losses are not finite from token {first:,} of a text on; `inplace-ttt diagnose` says "
-                    "why."
+                    f"losses are not finite from token {first:,} of a text on; run `inplace-ttt diagnose` "
+                    "to find the cause."
                 )
             found.append(losses)
             progress(here.numel())
@@ -76,12 +90,20 @@ def token_losses(
 def mismatched_losses(
     model: PreTrainedModel, rows: Tensor, lenders: Tensor, *, piece: int, **settings: Any
 ) -> Tensor:
-    """Token losses [B, T - 1] of rows [B, T] that read, chunk by chunk, the state that the row at their place
-    in `lenders` writes.
+    """Computes token losses of rows that read another document's state (cross-document state).
 
-    Each lender is in the batch and reads its own state, which has as many writes as the reader's would
-    (cross-document state).
-    piece: the chunk size.
+    Chunk by chunk, each row reads the state that the row at its place in `lenders` has written. A lender is
+    in the batch and reads its own state. The state has as many writes as the reader's own would have.
+
+    Args:
+        model: a converted model.
+        rows: token ids [B, T] of the readers.
+        lenders: token ids [B, T] of the documents that write.
+        piece: the chunk size.
+        **settings: further arguments of `token_losses`.
+
+    Returns:
+        float32 [B, T - 1] in nats, on the CPU.
     """
     count = len(rows)
     sources = [*range(count), *range(count)]
@@ -96,6 +118,6 @@ def mismatched_losses(
 
 
 def _losses(logits: Tensor, targets: Tensor) -> Iterator[Tensor]:
-    """Row by row, since float32 logits of the whole batch are large."""
+    """Yields losses row by row, because float32 logits of a full batch take much memory."""
     for row, target in zip(logits, targets, strict=True):
         yield cross_entropy(row[: len(target)].float(), target, reduction="none")

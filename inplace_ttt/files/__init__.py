@@ -1,1 +1,1 @@
-"""Files a command reads and folders it writes."""
+"""Reads input files, and writes output files and folders in one step."""

@@ -1,5 +1,7 @@
-"""Outputs that are either whole or not there, written by one run at a time; no folder of anybody else's is
-ever replaced."""
+"""Writes outputs that are either complete or absent, one run at a time.
+
+A folder that this package did not write is never replaced.
+"""
 
 from __future__ import annotations
 
@@ -25,20 +27,20 @@ from .manifest import MANIFEST, TEMPORARY, Sources, kind_in, refuse_file, refuse
 def new_folder(
     path: str | os.PathLike[str], kind: str, *, overwrite: bool = False, sources: Sources = ()
 ) -> Iterator[Path]:
-    """A temporary sibling to write into, which gets the name `path` at the end; an interruption or an error
-    leaves nothing.
+    """Yields a temporary sibling folder to write into, which is renamed to `path` at the end.
 
-    At every moment `path` is the old folder or the new one, whole, even if the process is killed; where the
-    system cannot exchange two names in one step, the next writer puts the old one back.
+    An interruption or an error leaves nothing behind. At every moment `path` is the complete old folder or
+    the complete new one, even if the process is killed. If the system cannot exchange two names in one step,
+    the next writer restores the old folder.
 
     Args:
         path: the folder to write.
-        kind: of output, as `files.manifest` has them.
-        overwrite: replace an earlier output of this kind, if nobody has put anything else there.
-        sources: what the command reads, which `path` must lie apart from.
+        kind: kind of output, one of the constants in `files.manifest`.
+        overwrite: replace an earlier output of this kind, if it holds no other files.
+        sources: inputs of the command, which `path` must lie apart from.
 
     Raises:
-        InPlaceTTTError: `path` may not be replaced, another run writes it, or the disk refuses.
+        InPlaceTTTError: if `path` may not be replaced, another run writes it, or the disk refuses.
     """
     refuse_to_replace(path, kind, overwrite, sources)
     target = Path(os.path.realpath(path))
@@ -59,20 +61,21 @@ def new_folder(
 
 @contextmanager
 def new_file(path: str | os.PathLike[str], *, ours: bool, wait: bool = False) -> Iterator[Path]:
-    """A temporary sibling to write, which takes the place of the file `path` at the end; else the old file
-    stays as it is.
+    """Yields a temporary file to write, which replaces the file `path` at the end.
+
+    After an error the old file stays unchanged.
 
     Args:
         path: the file to write.
-        ours: True where a file of that name is an earlier output of the caller, which may be replaced.
-        wait: wait for another writer instead of refusing.
+        ours: True if an existing file of that name is an earlier output of the caller, which may be replaced.
+        wait: wait for another writer instead of raising.
 
     Raises:
-        InPlaceTTTError: another's file has the name, another run writes it, or the disk refuses.
+        InPlaceTTTError: if `path` is another program's file, another run writes it, or the disk refuses.
     """
     target = Path(os.path.realpath(path))
     refuse_file(path, ours)
-    # writers may leave files beside theirs
+    # a folder, because writers may leave temporary files beside their output
     with output_lock(path, wait=wait), disk_errors(path), _partial(target) as folder:
         partial = folder / target.name
         yield partial
@@ -81,8 +84,15 @@ def new_file(path: str | os.PathLike[str], *, ours: bool, wait: bool = False) ->
 
 
 def require_writable(folder: Path, remedy: str) -> None:
-    """Refuse a folder that cannot be made or written into, and leave nothing behind: one that is missing is
-    made once it is needed."""
+    """Checks that files can be written into a folder. A missing folder is created and removed again.
+
+    Args:
+        folder: need not exist.
+        remedy: end of the error message.
+
+    Raises:
+        InPlaceTTTError: if the folder cannot be created or written into.
+    """
     there = folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -98,7 +108,7 @@ def require_writable(folder: Path, remedy: str) -> None:
 
 @contextmanager
 def disk_errors(path: str | os.PathLike[str]) -> Iterator[None]:
-    """What the disk refuses while `path` is written, as one sentence."""
+    """Turns errors of the disk while `path` is written into one sentence each."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -106,7 +116,7 @@ def disk_errors(path: str | os.PathLike[str]) -> Iterator[None]:
         if isinstance(file, str) and not Path(os.path.realpath(file)).is_relative_to(
             Path(os.path.realpath(path)).parent
         ):
-            raise InPlaceTTTError(f"cannot write {path}, which takes {file}: {reason}.") from None
+            raise InPlaceTTTError(f"cannot write {path}, which needs {file}: {reason}.") from None
         raise InPlaceTTTError(
             f"cannot write {path}: {reason}; free some space or choose another place."
         ) from None
@@ -114,8 +124,10 @@ def disk_errors(path: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextmanager
 def _partial(target: Path) -> Iterator[Path]:
-    """An empty folder beside `target`, marked as ours, that is gone afterwards; what a killed run left there
-    goes first."""
+    """Yields an empty folder beside `target`, marked as ours, and removes it afterwards.
+
+    The leftover of a killed run is removed first.
+    """
     partial = target.with_name(f".{target.name}.partial")
     remove_leftover(partial)
     partial.mkdir()
@@ -128,7 +140,11 @@ def _partial(target: Path) -> Iterator[Path]:
 
 
 def remove_leftover(folder: Path) -> None:
-    """Remove a temporary folder of a run that was killed. Raises InPlaceTTTError for one that is not ours."""
+    """Removes the temporary folder of a run that was killed, if there is one.
+
+    Raises:
+        InPlaceTTTError: if this package did not write the folder.
+    """
     if not os.path.lexists(folder):
         return
     if folder.is_symlink() or not folder.is_dir() or (kind_in(folder) is None and any(folder.iterdir())):
@@ -139,7 +155,7 @@ def remove_leftover(folder: Path) -> None:
 
 
 def _discard(folder: Path) -> None:
-    """Remove a folder of ours, its manifest last: whatever a kill leaves of it is still known as ours."""
+    """Removes a folder of ours, its manifest last, so that a killed removal leaves it marked as ours."""
     for entry in list(folder.iterdir()):
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
@@ -150,8 +166,10 @@ def _discard(folder: Path) -> None:
 
 
 def _restore(target: Path) -> None:
-    """Undo half a replacement by a killed run: the old folder gets its name back, or goes where the new one
-    has the name."""
+    """Completes or undoes the replacement that a killed run left half done.
+
+    If `target` is missing, the old folder gets its name back. If not, the old folder is removed.
+    """
     replaced = _replaced(target)
     if os.path.lexists(target):
         remove_leftover(replaced)
@@ -164,8 +182,10 @@ def _replaced(target: Path) -> Path:
 
 
 def put_in_place(partial: Path, target: Path) -> None:
-    """Give a folder that has been written its name, in one step where the system can; the older output of
-    that name goes."""
+    """Renames a finished folder to `target`, in one step if the system can.
+
+    The older output at `target` is removed.
+    """
     if not target.exists():
         partial.rename(target)
     elif exchange(partial, target):
@@ -178,7 +198,7 @@ def put_in_place(partial: Path, target: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Give two folders each other's name in one step; False where this system cannot."""
+    """Exchanges the names of two folders in one step; returns False if the system cannot."""
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except (OSError, AttributeError):
@@ -192,7 +212,7 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """A hard link where the file system allows it, else a copy; `source` may be a symbolic link."""
+    """Makes a hard link if the file system allows it, else a copy; `source` may be a symbolic link."""
     real = source.resolve()
     try:
         os.link(real, target)
@@ -201,8 +221,10 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 
 def save_tensors(tensors: Mapping[str, Tensor], target: Path) -> None:
-    """A safetensors file that others may read as the umask says (the library leaves it to its owner
-    alone)."""
+    """Writes a safetensors file with the permissions that the umask gives.
+
+    The library itself makes the file readable by its owner only.
+    """
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, target, {"format": "pt"})
     target.chmod(0o666 & ~_umask())
 

@@ -1,4 +1,4 @@
-"""JSON in files."""
+"""Reads and writes JSON files."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from ..errors import InPlaceTTTError, one_line
 from .paths import require_regular
 
 _DEEPEST = 100
-"""Levels of nesting; more make readers and writers run out of stack."""
+"""Levels of nesting; deeper values make readers and writers overflow the stack."""
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text. Raises ValueError with one line for whatever is none, is nested too deep or
-    holds no proper Unicode."""
+    """Returns the value of a JSON text.
+
+    Raises:
+        ValueError: with one line, if the text is not JSON, is nested too deep, or is not valid Unicode.
+    """
     try:
         values = json.loads(text.decode("utf-8") if isinstance(text, bytes) else text)
     except RecursionError:
@@ -42,15 +45,23 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def require_unicode(text: str) -> None:
-    """Refuse half a surrogate pair, which no file can be written with."""
+    """Raises ValueError for half a surrogate pair, which cannot be written to a file."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        raise ValueError("it holds half a surrogate pair, which is no Unicode text") from None
+        raise ValueError("it holds half a surrogate pair, which is not Unicode text") from None
 
 
 def read_json(path: Path, problem: str) -> dict[str, Any]:
-    """The JSON object in a file. problem: what the reader wanted, at the head of every refusal."""
+    """Returns the JSON object in a file.
+
+    Args:
+        path: the file.
+        problem: beginning of every error message, such as "X is not an adapter folder".
+
+    Raises:
+        InPlaceTTTError: if the file is missing or does not hold a JSON object.
+    """
     require_regular(path, problem)
     try:
         values = parse_json(path.read_bytes())
@@ -64,7 +75,7 @@ def read_json(path: Path, problem: str) -> dict[str, Any]:
 
 
 def json_text(values: Mapping[str, Any], indent: int | None = None, **options: Any) -> str:
-    """Strict JSON: a number that is not finite is null."""
+    """Returns strict JSON: numbers that are not finite become null."""
     try:
         return json.dumps(values, indent=indent, allow_nan=False, **options)
     except ValueError:

@@ -1,4 +1,4 @@
-"""One writer at a time for each output."""
+"""Locks that admit one writer at a time to each output."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ from ..errors import InPlaceTTTError
 
 try:
     import fcntl
-except ImportError:  # Windows: writers are not kept apart
+except ImportError:  # Windows: no locking
     fcntl = None  # type: ignore[assignment]
 
 
 @contextmanager
 def output_lock(path: str | os.PathLike[str], *, wait: bool = False) -> Iterator[None]:
-    """Hold the output `path`, a file or folder that need not exist, in a folder that does; the lock goes with
-    its process, however that ends.
+    """Holds the lock of an output. The lock ends with its process, however that ends.
 
-    wait: for another writer. Without it Raises InPlaceTTTError while another process, or another thread,
-        holds the output.
+    Args:
+        path: file or folder to be written; it need not exist, but its parent must.
+        wait: wait for another writer instead of raising.
+
+    Raises:
+        InPlaceTTTError: if another process or thread holds the output and `wait` is False.
     """
     target = Path(os.path.realpath(path))
     file = target.with_name(f".{target.name}.lock")
@@ -40,12 +43,12 @@ def output_lock(path: str | os.PathLike[str], *, wait: bool = False) -> Iterator
         yield
     finally:
         with suppress(OSError):
-            os.unlink(file)  # while it is held: whoever waits for it looks whether it still has its name
+            os.unlink(file)  # while held: a waiter then finds that its file has lost its name, and retries
         os.close(handle)
 
 
 def _locked(file: Path, wait: bool) -> int | None:
-    """A descriptor that holds the lock file, or None where another does."""
+    """Returns a descriptor that holds the lock file, or None if another process holds it."""
     while True:
         handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:

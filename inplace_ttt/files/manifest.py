@@ -1,8 +1,8 @@
-"""Which files this package wrote, and the one decision about what an output may replace.
+"""Records the files that this package wrote, and decides whether an output may be replaced.
 
-Every output folder holds a manifest: its kind, and its files with size and time of the last change. A file
-counts as ours while it is as the manifest has it. Everything else is somebody's own: it is never replaced and
-never removed.
+Every output folder holds a manifest: its kind, and its files with size and time of the last change. A file is
+ours as long as it matches the manifest. Every other file belongs to the user, and is never replaced or
+removed.
 """
 
 from __future__ import annotations
@@ -27,25 +27,31 @@ CHECKPOINT, TRAINED, DIAGNOSIS, EVALUATION, SAMPLES = (
     "evaluation",
     "samples",
 )
-"""Kinds of output folders: each takes the place of its own kind alone."""
+"""Kinds of output folders. Each replaces only its own kind."""
 STEP, TEMPORARY = "step of a training run", "temporary folder"
 
 Sources = Iterable[str | os.PathLike[str] | None]
-"""Files and folders that a command reads; hub ids and None are passed over."""
+"""Files and folders that a command reads. Hub ids and None are skipped."""
 
 
 @dataclass(frozen=True)
 class _Manifest(Open):
-    """kind: what the folder is. files: path in the folder -> `file_state` when it was written; None where any
-    state will do."""
+    """The contents of a manifest.
+
+    Attributes:
+        kind: of the folder.
+        files: path in the folder -> `file_state` when it was written; None accepts any state.
+    """
 
     kind: str
     files: dict[str, list[int] | None]
 
 
 def write_manifest(folder: Path, kind: str) -> None:
-    """Record every file under `folder` as ours. A run's step is known by names alone: a damaged one is
-    written again."""
+    """Records every file under `folder` as ours.
+
+    For a step of a training run only names are recorded, so that a damaged step can be written again.
+    """
     _write(
         folder,
         kind,
@@ -54,35 +60,34 @@ def write_manifest(folder: Path, kind: str) -> None:
 
 
 def update_manifest(file: Path) -> None:
-    """Record a file anew that this package has just rewritten in one of its own folders."""
+    """Records the new state of a file that this package rewrote in one of its folders."""
     manifest = _read(file.parent)
     if manifest is not None and file.name in manifest.files:
         _write(file.parent, manifest.kind, {**manifest.files, file.name: file_state(file)})
 
 
 def file_state(file: Path) -> list[int]:
-    """Bytes of a file, and the nanosecond of its last change."""
+    """Returns a file's size in bytes and the time of its last change in nanoseconds."""
     found = file.stat()
     return [found.st_size, found.st_mtime_ns]
 
 
 def kind_in(folder: Path) -> str | None:
-    """The kind of output that a folder is; None for one that is not ours."""
+    """Returns the kind of output in a folder; None if this package did not write it."""
     manifest = _read(folder)
     return None if manifest is None else manifest.kind
 
 
 def recorded(folder: Path) -> dict[str, list[int] | None]:
-    """The manifest's files and their states as they were written; empty without a manifest."""
+    """Returns the manifest's files with their recorded states; empty without a manifest."""
     manifest = _read(folder)
     return {} if manifest is None else manifest.files
 
 
 def foreign_entry(folder: Path) -> str | None:
-    """Return the first entry of `folder` that this package did not write or that was changed since, None
-    where there is none.
+    """Returns the first entry of `folder` that this package did not write, or that was changed since.
 
-    Folders are entries, too, unless they hold files of the manifest.
+    Folders count as entries unless they hold files of the manifest. Returns None without such an entry.
     """
     known = recorded(folder)
     folders = {parent.as_posix() for name in known for parent in Path(name).parents}
@@ -98,8 +103,11 @@ def foreign_entry(folder: Path) -> str | None:
 
 
 def remove_written(folder: Path) -> str | None:
-    """Remove what this package wrote in `folder`, and the folder where nothing else is in it. Returns an
-    entry that stays, if any."""
+    """Removes the files that this package wrote in `folder`, then the folder if it is empty.
+
+    Returns:
+        The first entry that remains, or None.
+    """
     for name, known in recorded(folder).items():
         if _is_as_known(folder / name, known):
             (folder / name).unlink()
@@ -115,15 +123,17 @@ def remove_written(folder: Path) -> str | None:
 def refuse_to_replace(
     path: str | os.PathLike[str], kind: str, overwrite: bool = False, sources: Sources = ()
 ) -> None:
-    """Refuse an output folder whose place is taken: by a file, by a source, or by a folder that is not wholly
-    our output of this kind.
+    """Checks that an output folder can be written.
 
     Args:
         path: the folder to write.
-        kind: of output.
-        overwrite: True where the user asked to replace an earlier output.
-        sources: files and folders that the command reads; an output is not one of them, not in one, and not
-            around one.
+        kind: kind of output.
+        overwrite: True if the user asked to replace an earlier output.
+        sources: inputs of the command. An output may not be one of them, lie in one, or enclose one.
+
+    Raises:
+        InPlaceTTTError: if `path` is a file, a source, or a folder that is not entirely our output of this
+            kind.
     """
     target = Path(os.path.realpath(path))
     refuse_sources(path, sources)
@@ -145,8 +155,12 @@ def refuse_to_replace(
 
 
 def refuse_foreign(path: str | os.PathLike[str], kind: str) -> None:
-    """Refuse a folder that is another kind of output, or holds anything that this package did not write. An
-    empty one passes."""
+    """Raises InPlaceTTTError unless a folder is empty or entirely our output of this kind.
+
+    Args:
+        path: existing folder.
+        kind: kind of output.
+    """
     folder = Path(path)
     found, entry = kind_in(folder), foreign_entry(folder)
     if found is None and entry is not None:
@@ -167,7 +181,12 @@ def refuse_foreign(path: str | os.PathLike[str], kind: str) -> None:
 
 
 def refuse_sources(path: str | os.PathLike[str], sources: Sources) -> None:
-    """Refuse an output that is a source of the same command, lies in one, or would enclose one."""
+    """Raises InPlaceTTTError if an output is a source of the same command, lies in one, or encloses one.
+
+    Args:
+        path: the output.
+        sources: inputs of the command.
+    """
     target = Path(os.path.realpath(path))
     for source in sources:
         if source is None or not os.path.lexists(source):
@@ -175,7 +194,7 @@ def refuse_sources(path: str | os.PathLike[str], sources: Sources) -> None:
         read = Path(os.path.realpath(source))
         if target == read:
             raise InPlaceTTTError(
-                f"{path} is what the command reads, so it is not written; choose another name."
+                f"{path} is an input of this command, so it is not written; choose another name."
             )
         if target.is_relative_to(read) or read.is_relative_to(target):
             where = "lies in" if target.is_relative_to(read) else "holds"
@@ -185,8 +204,12 @@ def refuse_sources(path: str | os.PathLike[str], sources: Sources) -> None:
 
 
 def refuse_file(path: str | os.PathLike[str], ours: bool) -> None:
-    """Refuse an output file whose place is taken by anything but an empty file or an earlier output
-    (`ours`)."""
+    """Raises InPlaceTTTError if an output file would replace anything but an empty file or an earlier output.
+
+    Args:
+        path: the file to write.
+        ours: True if an existing file is an earlier output of the caller.
+    """
     target = Path(os.path.realpath(path))
     if os.path.lexists(target) and not target.is_file():
         raise InPlaceTTTError(f"cannot write {path}: it is {_kind(target)}, not a file; choose another name.")
@@ -199,7 +222,12 @@ def refuse_file(path: str | os.PathLike[str], ours: bool) -> None:
 
 
 def refuse_changed_link(file: Path, known: list[int] | None) -> None:
-    """Refuse a hard link, whose state was recorded when it was made, that was written through."""
+    """Raises InPlaceTTTError for a hard link that was written through since it was made.
+
+    Args:
+        file: to check.
+        known: its `file_state` when it was linked; None if not recorded.
+    """
     if known is not None and file.stat().st_nlink > 1 and file_state(file) != known:
         raise InPlaceTTTError(
             f"{file} was changed after it was linked here: the file that it shares with another folder was "
@@ -208,7 +236,7 @@ def refuse_changed_link(file: Path, known: list[int] | None) -> None:
 
 
 def _refuse_read_only(path: str | os.PathLike[str]) -> None:
-    """Refuse what somebody has protected: no write bit at all, or none for this user."""
+    """Raises InPlaceTTTError for a protected file or folder: no write bit, or none for this user."""
     if not os.stat(path).st_mode & 0o222 or not os.access(path, os.W_OK):
         raise InPlaceTTTError(
             f"{path} is read-only, so it is not replaced; choose another name, or make it writable."
@@ -220,7 +248,7 @@ def _write(folder: Path, kind: str, files: dict[str, list[int] | None]) -> None:
 
 
 def _read(folder: Path) -> _Manifest | None:
-    """A folder's manifest; None where it has none, or none that can be read."""
+    """Returns a folder's manifest; None if there is none or it cannot be read."""
     try:
         return from_values(_Manifest, read_json(folder / MANIFEST, "no manifest"), MANIFEST)
     except InPlaceTTTError:
@@ -228,8 +256,10 @@ def _read(folder: Path) -> _Manifest | None:
 
 
 def _is_as_known(file: Path, known: list[int] | None) -> bool:
-    """True for a file as it was written. A hard link counts whatever was written through it: removing it
-    loses nothing."""
+    """Returns True for a file in its recorded state.
+
+    A hard link also counts after it was written through, because removing it loses nothing.
+    """
     return (
         file.is_file()
         and not file.is_symlink()
@@ -238,7 +268,7 @@ def _is_as_known(file: Path, known: list[int] | None) -> bool:
 
 
 def _files_under(folder: Path) -> Iterator[str]:
-    """Every entry under `folder` but the manifest that is no folder, relative to it."""
+    """Yields every file and link under `folder` except the manifest, relative to it."""
     for root, below, names in os.walk(folder):
         links = [name for name in below if os.path.islink(os.path.join(root, name))]
         for name in sorted([*names, *links]):

@@ -1,4 +1,4 @@
-"""Whether this machine has the memory that something takes."""
+"""Checks that this machine has enough memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..errors import InPlaceTTTError
 
 
 def available_memory() -> int | None:
-    """Bytes that a process can have without swapping; None where the system does not say."""
+    """Returns the bytes that a process can use without swapping; None if unknown."""
     try:
         fields = dict(
             line.split(":") for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
@@ -23,8 +23,15 @@ def available_memory() -> int | None:
 
 
 def require_memory(needed: int, what: str, available: int | None = None) -> None:
-    """Refuse what needs more bytes than there are (None: than this machine's): asking for them may end the
-    process without a word."""
+    """Raises InPlaceTTTError if more memory is needed than available.
+
+    Allocating too much could end the process without a message.
+
+    Args:
+        needed: bytes.
+        what: subject of the message.
+        available: bytes; None for this machine's available memory.
+    """
     available = available_memory() if available is None else available
     if available is not None and needed > available:
         raise InPlaceTTTError(

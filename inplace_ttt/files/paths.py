@@ -1,4 +1,4 @@
-"""Names of files that can be names, and files that can be read to their end."""
+"""Checks that a file name is valid, and that a file can be read to its end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..errors import InPlaceTTTError
 
 
 def name_problem(name: str) -> str | None:
-    """Why no file can have this name, or None."""
+    """Returns the reason why a file cannot have this name, or None."""
     try:
         encoded = os.fsencode(name)
     except UnicodeEncodeError:
@@ -23,8 +23,14 @@ def name_problem(name: str) -> str | None:
 
 
 def require_regular(path: str | os.PathLike[str], problem: str) -> None:
-    """Refuse what is there and no file: a folder, a device, or a pipe, which may never end. What is missing
-    is left to the reader."""
+    """Raises InPlaceTTTError for an existing path that is not a regular file.
+
+    A pipe may never end. A missing file passes; its reader raises.
+
+    Args:
+        path: to check.
+        problem: beginning of the message.
+    """
     try:
         mode = os.stat(path).st_mode
     except (OSError, ValueError):
@@ -34,12 +40,15 @@ def require_regular(path: str | os.PathLike[str], problem: str) -> None:
 
 
 def refuse_pipes_in(folder: Path) -> None:
-    """Refuse a folder with a device or a pipe in it, for which other people's readers wait without end."""
+    """Raises InPlaceTTTError for a folder with a device or pipe in it.
+
+    Readers of other libraries would wait for it forever.
+    """
     with os.scandir(folder) as entries:
         for entry in entries:
             try:
                 mode = entry.stat().st_mode
-            except OSError:  # a link to nothing is as good as no file
+            except OSError:  # a dangling link cannot be read, and does no harm
                 continue
             if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
                 raise InPlaceTTTError(

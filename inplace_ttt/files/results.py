@@ -1,4 +1,4 @@
-"""Results that are kept as they come, so that a long measurement goes on where it was stopped."""
+"""Stores results as they are computed, so that a long measurement can resume after a stop."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from .json_files import read_json
 
 
 class Results:
-    """JSON objects by name, one file each in a folder, whole or not at all; without a folder in memory.
+    """JSON objects by name, in one file each. Without a folder they are kept in memory.
 
-    remedy: what to do about a file that answers another question.
+    Args:
+        folder: for the files, which are written in one step each.
+        remedy: end of the message about a file with other settings.
     """
 
     def __init__(self, folder: str | Path | None, remedy: str = "choose another --out") -> None:
@@ -25,10 +27,15 @@ class Results:
             require_writable(self.folder, remedy)
 
     def get(self, name: str, **same: Any) -> dict[str, Any] | None:
-        """The result if there is one.
+        """Returns the result of that name, or None.
 
-        Raises InPlaceTTTError where a value of `same`, or of a table in it, is another there, or a value
-        there is not asked for.
+        Args:
+            name: of the result.
+            same: values that the stored result must hold.
+
+        Raises:
+            InPlaceTTTError: if a value of `same`, or of a table in it, differs from the stored one, or is
+                missing there.
         """
         if (
             name not in self.known
@@ -53,13 +60,13 @@ class Results:
         if self.folder is not None:
             text = json.dumps(result, indent=1, ensure_ascii=False) + "\n"
             self.folder.mkdir(parents=True, exist_ok=True)
-            # `get` has refused another's file
+            # `get` raised if the file is not ours
             with new_file(self.folder / f"{name}.json", ours=True, wait=True) as file:
                 file.write_text(text, encoding="utf-8")
 
 
 def _differing(key: str, known: Any, wanted: Any) -> Iterator[str]:
-    """What is another there: each value of a table by its own name."""
+    """Yields each difference as text; the values of a table are compared one by one."""
     if isinstance(wanted, dict) and isinstance(known, dict):
         for name in {**known, **wanted}:
             yield from _differing(f"{key}.{name}" if key else name, known.get(name), wanted.get(name))

@@ -1,4 +1,7 @@
-"""Plain values, as JSON and YAML give them, into dataclasses: every value checked against its type."""
+"""Builds dataclasses from plain values, such as those of JSON and YAML files.
+
+Every value is checked against its type.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,18 @@ T = TypeVar("T")
 
 Keys = tuple[str, ...]
 Refuse = Callable[[Keys, str], InPlaceTTTError]
-"""Makes the error for what is wrong at a path of keys; it knows the file, and its lines."""
+"""Makes the error for a problem at a path of keys, with the file and the line."""
 
 _LARGEST = 2**63 - 1
 
 
 class WrongSetting(ValueError):
-    """A setting that cannot be: its key within the section, and what is wrong with it."""
+    """An invalid setting.
+
+    Args:
+        key: of the setting within its section.
+        message: the problem.
+    """
 
     def __init__(self, key: str, message: str) -> None:
         super().__init__(message)
@@ -27,16 +35,17 @@ class WrongSetting(ValueError):
 
 
 class Open:
-    """Mixin: the table may hold more than its fields, which is passed over."""
+    """Mixin for a table that may hold more keys than its fields; they are ignored."""
 
 
 def require(holds: bool, key: str, message: str) -> None:
+    """Raises WrongSetting unless the condition holds."""
     if not holds:
         raise WrongSetting(key, message)
 
 
 def at_least(least: int, settings: Any, *names: str) -> None:
-    """Each of these numbers that is given."""
+    """Raises WrongSetting if one of these settings is below `least`; None passes."""
     for name in names:
         require(
             (value := getattr(settings, name)) is None or value >= least, name, f"must be at least {least}"
@@ -44,7 +53,7 @@ def at_least(least: int, settings: Any, *names: str) -> None:
 
 
 def at_most(most: int, settings: Any, *names: str) -> None:
-    """Each of these numbers that is given."""
+    """Raises WrongSetting if one of these settings is above `most`; None passes."""
     for name in names:
         require(
             (value := getattr(settings, name)) is None or value <= most, name, f"must be at most {most:,}"
@@ -52,8 +61,16 @@ def at_most(most: int, settings: Any, *names: str) -> None:
 
 
 def from_values(cls: type[T], values: Any, where: str) -> T:
-    """A dataclass from the values of a file; `where` names it. Raises InPlaceTTTError with the path of the
-    key that is wrong."""
+    """Builds a dataclass from the values of a file.
+
+    Args:
+        cls: the dataclass.
+        values: a table of plain values.
+        where: name of the file, for the message.
+
+    Raises:
+        InPlaceTTTError: with the path of the invalid key.
+    """
 
     def refuse(keys: Keys, message: str) -> InPlaceTTTError:
         return InPlaceTTTError(f"{where}, {'.'.join(keys)}: {message}." if keys else f"{where}: {message}.")
@@ -62,8 +79,17 @@ def from_values(cls: type[T], values: Any, where: str) -> T:
 
 
 def build(cls: Any, values: Any, keys: Keys, refuse: Refuse, **internal: Any) -> Any:
-    """A dataclass from a table. A class of presets fills in the rest from the one named `preset`; `internal`
-    fills fields marked so."""
+    """Builds a dataclass from a table.
+
+    A class with presets takes the other fields from the preset named `preset`.
+
+    Args:
+        cls: the dataclass.
+        values: a table of plain values.
+        keys: path of the table in its file.
+        refuse: makes the error.
+        internal: values of the fields that are marked internal.
+    """
     if not isinstance(values, Mapping):
         raise refuse(keys, f"must be a table of settings, got {shown(values)}")
     hints = get_type_hints(cls)
@@ -96,8 +122,16 @@ def build(cls: Any, values: Any, keys: Keys, refuse: Refuse, **internal: Any) ->
 
 
 def checked(hint: Any, value: Any, keys: Keys, refuse: Refuse) -> Any:
-    """The value as its type wants it; an integer passes for a float, a round float for an integer, one item
-    for a list."""
+    """Returns a value converted to its type.
+
+    An integer passes for a float, a float without a fraction for an integer, and one item for a list.
+
+    Args:
+        hint: the type.
+        value: a plain value.
+        keys: path of the value in its file.
+        refuse: makes the error.
+    """
     origin, arguments = get_origin(hint), get_args(hint)
     if hint is Any:
         return value
@@ -152,7 +186,7 @@ def _whole(value: Any) -> int | None:
 
 
 def _number(value: Any) -> float | None:
-    if type(value) not in (int, float) or not abs(value) < 1e300:  # the comparison is false for nan
+    if type(value) not in (int, float) or not abs(value) < 1e300:  # the comparison is False for NaN
         return None
     return float(value)
 

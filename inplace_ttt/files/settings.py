@@ -1,4 +1,4 @@
-"""YAML into dataclasses: every value checked against its type, every error with its line and key."""
+"""Builds dataclasses from YAML: values are type-checked, and errors name their line and key."""
 
 from __future__ import annotations
 
@@ -14,12 +14,21 @@ from .schema import Keys, build
 T = TypeVar("T")
 
 _MOST_NODES = 100_000
-"""Values in a file; a few lines of aliases of aliases stand for more than fit in memory."""
+"""Most values in a file: a few lines of nested aliases can expand to more than fits in memory."""
 
 
 def read_settings(cls: type[T], file: Path, overrides: Sequence[str] = (), **internal: Any) -> T:
-    """A dataclass from a YAML file and `a.b=value` overrides; `internal` fills fields marked so. Raises
-    InPlaceTTTError."""
+    """Builds a dataclass from a YAML file and overrides.
+
+    Args:
+        cls: the dataclass.
+        file: the YAML file.
+        overrides: settings as `a.b=value`.
+        internal: values of the fields that are marked internal.
+
+    Raises:
+        InPlaceTTTError: with the line and key of the problem.
+    """
     import yaml
 
     require_regular(file, "cannot read the settings")
@@ -49,7 +58,7 @@ def read_settings(cls: type[T], file: Path, overrides: Sequence[str] = (), **int
 
 
 class _Reader:
-    """Values from YAML nodes, with the line of every key path (0 for --set)."""
+    """Converts YAML nodes to plain values, and records the line of every key path (0 for --set)."""
 
     def __init__(self, name: str) -> None:
         self.name, self.lines = name, dict[Keys, int]()
@@ -64,13 +73,13 @@ class _Reader:
         return InPlaceTTTError(f"{where}, {'.'.join(keys) or 'the file'}: {message}.")
 
     def plain(self, node: Any, keys: Keys) -> Any:
-        """A YAML node as plain values."""
+        """Returns a YAML node as plain values."""
         import yaml
 
         self._nodes += 1
         if self._nodes > _MOST_NODES or len(keys) > 50:
             raise InPlaceTTTError(
-                f"{self.name} stands for more values, or deeper ones, than settings have; write its "
+                f"{self.name} holds more than {_MOST_NODES:,} values or nests them too deep; write its "
                 "aliases out."
             )
         if isinstance(node, yaml.MappingNode):
@@ -82,7 +91,7 @@ class _Reader:
                 below = (*keys, name)
                 if name in table:
                     raise InPlaceTTTError(
-                        f"{self.name} line {line}, {'.'.join(below)}: the key stands there twice; remove one."
+                        f"{self.name} line {line}, {'.'.join(below)}: the key appears twice; remove one."
                     )
                 self.lines[below] = line
                 table[name] = self.plain(value, below)
@@ -94,13 +103,13 @@ class _Reader:
             require_unicode(node.value)
         except (yaml.YAMLError, ValueError, ArithmeticError, LookupError, AttributeError):
             raise self.refuse(keys, f"{shown(node.value)} cannot be read as a value of YAML") from None
-        if not isinstance(value, (str, int, float, type(None))):  # a date is text here
+        if not isinstance(value, (str, int, float, type(None))):  # dates are read as text
             return node.value
-        return _number(value, node.value) if node.style is None else value  # what is in quotes is text
+        return _number(value, node.value) if node.style is None else value  # quoted values are text
 
 
 def _number(value: Any, text: str) -> Any:
-    """YAML 1.1 reads 1e-5 as text, 010 as 8 and 1:30 as 90; here they are a number, 10, and text."""
+    """Reads 1e-5 as a number, 010 as 10 and 1:30 as text; YAML 1.1 reads text, 8 and 90."""
     if type(value) in (int, float) and ":" in text:
         return text
     if type(value) is int and text.lstrip("+-").replace("_", "").isdecimal():
@@ -114,8 +123,16 @@ def _number(value: Any, text: str) -> Any:
 
 
 def override(values: dict[str, Any], text: str, lines: dict[Keys, int] | None = None) -> None:
-    """Put the value of `a.b=value` into nested tables, and note 0 as the line of its path. Raises
-    InPlaceTTTError."""
+    """Puts the value of `a.b=value` into nested tables.
+
+    Args:
+        values: the tables, changed in place.
+        text: the override.
+        lines: line of every key path; the override's path gets 0.
+
+    Raises:
+        InPlaceTTTError: if the override is malformed.
+    """
     import yaml
 
     path, equals, value = text.partition("=")

@@ -1,4 +1,4 @@
-"""Text files, whole or as rows of tokens: as much of each as is needed, and no more."""
+"""Reads text files, in full or as rows of token ids, and not further than needed."""
 
 from __future__ import annotations
 
@@ -20,17 +20,30 @@ _BYTES_A_TOKEN = 8
 _PIECE = 1 << 20
 _MOST_ENTRIES = 200_000
 UTF8 = "utf-8-sig"
-"""Without the mark (BOM) that some editors put first, which is no part of the text."""
+"""Drops the byte order mark that some editors put first, since it is not part of the text."""
 KNOWN_IDS = "inplace_ttt_known_ids"
-"""Attribute of a tokenizer with special tokens beyond its model's embeddings: how many ids the model
-knows."""
+"""Attribute of a tokenizer with special tokens beyond its model's embeddings.
+
+Its value is the number of ids that have an embedding.
+"""
 _TAIL = 16
-"""Tokens at the end of a cut text that may be others in the whole one."""
+"""Tokens at the end of a truncated text that may differ from those of the full text."""
 
 
 def tokens_of(path: str | os.PathLike[str], tokenizer: Any, tokens: int) -> Tensor:
-    """The first `tokens` token ids of a UTF-8 text file, int64 [1, n ≤ tokens]; a longer text is not read to
-    its end."""
+    """Returns the first token ids of a UTF-8 text file. A longer text is not read to its end.
+
+    Args:
+        path: the file.
+        tokenizer: of the model.
+        tokens: most ids to return.
+
+    Returns:
+        Token ids, int64 [1, n ≤ tokens].
+
+    Raises:
+        InPlaceTTTError: if the file cannot be read, or holds no text.
+    """
     size = _BYTES_A_TOKEN * (tokens + _TAIL)
     while True:
         text, whole = _start_of(path, size)
@@ -44,8 +57,16 @@ def tokens_of(path: str | os.PathLike[str], tokenizer: Any, tokens: int) -> Tens
 
 
 def joined_tokens(paths: Sequence[str | os.PathLike[str]], tokenizer: Any, tokens: int) -> Tensor:
-    """`tokens` token ids of UTF-8 text files, read on from one to the next as one text; int64 [1, n], fewer
-    where they hold fewer."""
+    """Returns the token ids of UTF-8 text files, concatenated as one text.
+
+    Args:
+        paths: the files, in order.
+        tokenizer: of the model.
+        tokens: number of ids.
+
+    Returns:
+        Token ids, int64 [1, n]; n < tokens if the files hold fewer.
+    """
     found: list[int] = []
     begins = begins_of(tokenizer)
     for path in paths:
@@ -57,10 +78,16 @@ def joined_tokens(paths: Sequence[str | os.PathLike[str]], tokenizer: Any, token
 
 
 def document_ids(tokenizer: Any, text: str, source: str) -> list[int]:
-    """Token ids of a text that is a document, with the tokenizer's special tokens.
+    """Returns the token ids of a document, with the tokenizer's special tokens.
 
-    Raises InPlaceTTTError for a text that the tokenizer cannot read, or that holds a token its model has no
-    embedding for.
+    Args:
+        tokenizer: of the model.
+        text: of the document.
+        source: its name, for the message.
+
+    Raises:
+        InPlaceTTTError: if the tokenizer cannot read the text, or the text holds a token without an
+            embedding.
     """
     with reported(f"the tokenizer cannot read {source}"):
         ids = tokenizer(text, truncation=False, verbose=False).input_ids
@@ -68,28 +95,37 @@ def document_ids(tokenizer: Any, text: str, source: str) -> list[int]:
 
 
 def with_one_beginning(ids: list[int], begins: list[int]) -> list[int]:
-    """Ids of a text without the BOS that the text itself spells, where the tokenizer has put one before
-    it."""
+    """Returns ids with a single BOS, also if the text itself spells one after the tokenizer's.
+
+    Args:
+        ids: token ids of a text.
+        begins: the tokenizer's ids before every text.
+    """
     while begins and ids[: 2 * len(begins)] == begins * 2:
         ids = ids[len(begins) :]
     return ids
 
 
 def refuse_beyond(ids: list[int], tokenizer: Any, source: str) -> list[int]:
-    """The ids; refused where one is a special token beyond the model's embeddings, of which
-    `require_known_ids` took note."""
+    """Returns the ids. Raises InPlaceTTTError if one is a special token beyond the model's embeddings.
+
+    Args:
+        ids: token ids.
+        tokenizer: checked by `require_known_ids`, which records the number of embeddings.
+        source: for the message.
+    """
     known = getattr(tokenizer, KNOWN_IDS, None)
     if known is not None and ids and (largest := max(ids)) >= known:
         raise InPlaceTTTError(
             f"{source} holds {tokenizer.convert_ids_to_tokens(largest)!r} (id {largest}), for which the "
             "model has no embedding (it has "
-            f"{known}); take it out of the text, or take the model's own tokenizer."
+            f"{known}); remove it from the text, or use the model's own tokenizer."
         )
     return ids
 
 
 def begins_of(tokenizer: Any) -> list[int]:
-    """Special tokens that the tokenizer puts before every text, as a BOS."""
+    """Returns the ids of the special tokens that the tokenizer puts before every text, such as a BOS."""
     text = "a"
     ids, within = tokenizer(text, verbose=False).input_ids, ids_within(tokenizer, text)
     return ids[
@@ -98,27 +134,38 @@ def begins_of(tokenizer: Any) -> list[int]:
 
 
 def ids_within(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a text that stands within another: without special tokens."""
+    """Returns the token ids of a part of a text, without special tokens."""
     return tokenizer(text, add_special_tokens=False, verbose=False).input_ids
 
 
 def require_known_ids(tokenizer: Any, model: Any, source: str) -> None:
-    """Refuse a tokenizer that gives ids which the model has no embedding for. Special tokens may lie beyond,
-    until a text holds one."""
+    """Raises InPlaceTTTError for a tokenizer with ids beyond the model's embeddings.
+
+    Special tokens may lie beyond the embeddings; `refuse_beyond` then raises if a text holds one.
+
+    Args:
+        tokenizer: to check.
+        model: to check it against.
+        source: for the message.
+    """
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     numbers = set(tokenizer.get_vocab().values())
     largest = max(numbers - special, default=0)
     if largest >= (known := model.get_input_embeddings().num_embeddings):
         raise InPlaceTTTError(
-            f"{source} has the tokenizer of another model: it gives ids up to {largest}, the model knows "
-            f"{known}."
+            f"{source} has the tokenizer of another model: it gives ids up to {largest}, the model has "
+            f"{known} embeddings."
         )
     if max(numbers, default=0) >= known:
         setattr(tokenizer, KNOWN_IDS, known)
 
 
 def files_in(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
-    """The files named, and for a folder the .txt files in it and below, sorted."""
+    """Returns the given files, and for a folder the .txt files in it and below, sorted.
+
+    Raises:
+        InPlaceTTTError: if a folder lacks .txt files, or too many entries.
+    """
     found: list[Path] = []
     for path in map(Path, paths):
         files = _texts_in(path) if os.path.isdir(path) else [path]
@@ -129,7 +176,7 @@ def files_in(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
 
 
 def _texts_in(folder: Path) -> list[Path]:
-    """The .txt files in a folder and below, sorted; not those of a whole disk."""
+    """Returns the .txt files in a folder and below, sorted. Refuses a folder with too many entries."""
     found: list[Path] = []
     entries = 0
     for here, folders, names in os.walk(folder):
@@ -144,21 +191,28 @@ def _texts_in(folder: Path) -> list[Path]:
 
 
 def read_text(path: str | os.PathLike[str], what: str = "") -> str:
-    """A whole UTF-8 text file, or with `-` what comes from standard input. what: names it in an error, with a
-    space behind."""
+    """Returns the contents of a UTF-8 text file.
+
+    Args:
+        path: the file; "-" is standard input.
+        what: name of the text in the message, with a space after it.
+
+    Raises:
+        InPlaceTTTError: if it cannot be read.
+    """
     try:
         if str(path) == "-":
             return sys.stdin.buffer.read().decode(UTF8) if hasattr(sys.stdin, "buffer") else sys.stdin.read()
         with _opened(path, pipe=True) as file:
             return file.read().decode(UTF8)
-    except (OSError, ValueError, AttributeError) as error:  # standard input may be closed, or none
+    except (OSError, ValueError, AttributeError) as error:  # standard input may be closed or None
         raise InPlaceTTTError(
             f"cannot read {what}{path}: {one_line(error)}; give a UTF-8 text file."
         ) from None
 
 
 def _start_of(path: str | os.PathLike[str], size: int) -> tuple[str, bool]:
-    """The text of a file's first bytes, and whether that is all of it."""
+    """Returns the text of a file's first bytes, and True if the file holds no more."""
     try:
         with _opened(path) as file:
             pieces = []
@@ -174,8 +228,11 @@ def _start_of(path: str | os.PathLike[str], size: int) -> tuple[str, bool]:
 
 
 def _opened(path: str | os.PathLike[str], *, pipe: bool = False) -> BinaryIO:
-    """A file to read. A device may never end and a named pipe never begin; `pipe`: one from a process that
-    runs, as bash's <(…)."""
+    """Opens a file for reading.
+
+    Devices and named pipes are refused, because a device may never end and a pipe never begin. With `pipe`, a
+    pipe from a running process such as bash's <(…) is allowed.
+    """
     mode = os.stat(path).st_mode
     from_process = pipe and stat.S_ISFIFO(mode) and os.path.realpath(path).startswith("/proc/")
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or from_process):

@@ -1,5 +1,4 @@
-"""Triton kernels of the fast weight; `inplace_ttt.ops` binds what is here. Importing it needs torch and
-Triton."""
+"""Triton kernels of the fast weight, called by `inplace_ttt.ops`. Importing them needs torch and Triton."""
 
 from .factor import inverse_factor
 from .halves import halves

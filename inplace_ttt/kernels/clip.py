@@ -1,9 +1,9 @@
-"""The clip c = min(1, τ / ‖D‖) of each chunk's delta D = VᵀZ, and the gradient through it, without making D.
+"""The clip c = min(1, τ / ‖D‖) of each chunk's delta D = VᵀZ, and its gradient, without computing D.
 
-With R the gradient of cD: dD = c (R - k D), where k = ⟨D, R⟩ / ‖D‖² if c < 1, else 0. The walk gives cR, so
-that dV = Z (cR)ᵀ and dZ = V (cR) are there before, and ⟨D, cR⟩ = ⟨dV, V⟩. Since Z Dᵀ = (Z Zᵀ) V and V D = (V
-Vᵀ) Z, the second term costs 2 C²(d + h) multiply-adds a chunk, against 3 C·d·h through D itself: less for
-chunks below 1.5 dh / (d + h) tokens.
+Let R be the gradient of cD. Then dD = c (R - k D), where k = ⟨D, R⟩ / ‖D‖² if c < 1, else 0. The walk
+supplies cR, so dV = Z (cR)ᵀ and dZ = V (cR) exist before, and ⟨D, cR⟩ = ⟨dV, V⟩. Since Z Dᵀ = (Z Zᵀ) V and V
+D = (V Vᵀ) Z, the second term costs 2 C²(d + h) multiply-adds per chunk. Through D itself it would cost 3
+C·d·h, which is more for chunks below 1.5 dh / (d + h) tokens.
 """
 
 from __future__ import annotations
@@ -20,13 +20,20 @@ from .products import combine, packed, scores
 from .schedule import to_device
 
 _SCORES = 1 << 28
-"""Bytes of Gram matrices at a time."""
+"""Bytes of the Gram matrices computed in one launch."""
 
 
 @dataclass(frozen=True)
 class Clips:
-    """Of every write of the call, in order: its first token, also on the device, and c and ‖D‖² [n]
-    float32."""
+    """The clips of all n writes of a call, in order.
+
+    Attributes:
+        starts: First token of each write.
+        places: The same, [n] int32 on the device.
+        chunk: Tokens per chunk.
+        factors: c [n] float32.
+        squares: ‖D‖² [n] float32.
+    """
 
     starts: tuple[int, ...]
     places: Tensor
@@ -36,7 +43,7 @@ class Clips:
 
 
 def clips_of(v: Tensor, z: Tensor, plan: Plan, tau: Tensor) -> Clips | None:
-    """v [N, d], z [N, h], tau []; None where nothing is written."""
+    """Computes the clips of v [N, d], z [N, h] and the bound tau []; None if nothing is written."""
     if not plan.written[-1]:
         return None
     starts, places = _starts(plan, z.device)
@@ -56,7 +63,10 @@ def _starts(plan: Plan, device: torch.device) -> tuple[tuple[int, ...], Tensor]:
 
 
 def add_gradient(clips: Clips, z: Tensor, v: Tensor, dz: Tensor, dv: Tensor) -> None:
-    """Take from dv [N, d], which is Z (cR)ᵀ, and from dz [N, h] what goes through the clip's own factor."""
+    """Subtracts from dv and dz the gradient through the clip's own factor.
+
+    dv [N, d] holds Z (cR)ᵀ and dz [N, h] includes V (cR).
+    """
     along = inner_products(dv, v, clips.places, clips.chunk)
     pull = -torch.where(
         (clips.factors < 1) & (clips.squares > 0), along / clips.squares, torch.zeros_like(along)

@@ -1,11 +1,10 @@
-"""The chunk-isolated depthwise convolution and its backward: each reads its input once and writes its result
-once.
+"""The chunk-isolated depthwise convolution and its backward, each in one pass over its inputs.
 
-    out_t = Σ_j conv_j ∘ x_{t+f+j}      over the taps whose token lies in t's own chunk; f the first tap's
-    place
+    out_t = Σ_j conv_j ∘ x_{t+f+j}      over the taps whose token lies in t's chunk; f: first tap's offset
 
-Moving 2 · N · d numbers, against 5 to 6 passes over them for each tap in plain torch. The gradient of x is
-the same convolution with the taps reversed; that of conv adds up in float32, block by block, in one order.
+It reads its input once and writes its result once: 2 · N · d numbers. Plain torch makes 5 to 6 passes over
+them per tap. The gradient of x is the same convolution with reversed taps. The gradient of conv is summed in
+float32, block by block, in a fixed order.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from .support import INTERPRETED
 _TOKENS, _CHANNELS = (8, 16) if INTERPRETED else (64, 64)
 _TOKENS_A_SUM = 4 * _TOKENS if INTERPRETED else 32 * _TOKENS
 _TOKENS_OF_TAPS = _TOKENS // 2
-"""All taps of a tile are in registers at a time."""
+"""Fewer tokens, because all taps of a tile are in registers together."""
 
 
 @triton.jit
 def _chunk_of(ids, t, length):
-    """The chunk number of tokens t, and -1 outside of every chunk and of the row."""
+    """Returns the chunk numbers of tokens t, -1 outside every chunk and outside the row."""
     return tl.load(ids + t, mask=(t >= 0) & (t < length), other=-1)
 
 
@@ -34,8 +33,10 @@ def convolve_kernel(
     x, conv, ids, out, length, d, first_tap, x_row, x_token, conv_stride,
     REVERSED: tl.constexpr, TAPS: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """One program: BT tokens by BC channels of one row. REVERSED: tap j reads t - first_tap - j, the
-    transpose."""
+    """One program: BT tokens by BC channels of one row.
+
+    REVERSED: tap j reads t - first_tap - j, the transpose.
+    """
     row = tl.program_id(2).to(tl.int64)
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -60,8 +61,10 @@ def taps_gradient_kernel(
     d_out, x, ids, parts, length, d, first_tap, g_row, g_token, x_row, x_token,
     TAPS: tl.constexpr, TAPS_ROOM: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """One program: Σ_t d_out_t ∘ x_{t+f+j} over BLOCKS · BT tokens of one row, by BC channels; parts
-    [programs, TAPS, d]."""
+    """One program: Σ_t d_out_t ∘ x_{t+f+j} over BLOCKS · BT tokens of one row, for BC channels.
+
+    parts: [programs, TAPS, d].
+    """
     row = tl.program_id(2).to(tl.int64)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     ids += row * length
@@ -75,22 +78,24 @@ def taps_gradient_kernel(
         grad = tl.load(
             d_out + row * g_row + t.to(tl.int64)[:, None] * g_token + c[None, :], mask=real, other=0.0
         ).to(tl.float32)
-        # rows of x that one tap reads are the next one's but for one, and come from the cache
+        # a tap reads the same rows of x as the next tap except one, so they come from the cache
         for j in tl.static_range(TAPS):
             there = t + first_tap + j
             inside = ((mine >= 0) & (_chunk_of(ids, there, length) == mine))[:, None] & (c < d)[None, :]
             source = tl.load(
                 x + row * x_row + there.to(tl.int64)[:, None] * x_token + c[None, :], mask=inside, other=0.0
             )
-            # what is outside of the tap may be NaN in the gradient too
+            # the gradient outside the tap may be NaN too
             part = tl.sum(tl.where(inside, grad, 0.0) * source.to(tl.float32), axis=0)
             sums += tl.where(taps == j, part[None, :], 0.0)
     tl.store(parts + taps * d + c[None, :], sums, mask=(taps < TAPS) & (c < d)[None, :])
 
 
 def convolve(x: Tensor, conv: Tensor, ids: Tensor, first_tap: int, reverse: bool = False) -> Tensor:
-    """The convolution of x [B, T, d] (its transpose with `reverse`) in x's dtype; conv [d, 1, k], ids [B, T]
-    int32."""
+    """Convolves x [B, T, d] with conv [d, 1, k], in x's dtype; ids [B, T] int32.
+
+    reverse: compute the transpose.
+    """
     batch, length, d = x.shape
     out = torch.empty(batch, length, d, dtype=x.dtype, device=x.device)
     if out.numel() == 0:
@@ -103,13 +108,15 @@ def convolve(x: Tensor, conv: Tensor, ids: Tensor, first_tap: int, reverse: bool
 
 
 def taps_gradient(d_out: Tensor, x: Tensor, ids: Tensor, first_tap: int, taps: int) -> Tensor:
-    """The gradient of conv [d, 1, taps], float32."""
+    """Returns the gradient of conv [d, 1, taps], float32."""
     batch, length, d = x.shape
     programs = triton.cdiv(length, _TOKENS_A_SUM)
     parts = torch.empty(batch * programs, taps, d, dtype=torch.float32, device=x.device)
     if parts.numel():
         taps_gradient_kernel[(programs, triton.cdiv(d, _CHANNELS), batch)](
-            d_out, x, ids, parts, length, d, first_tap, d_out.stride(0), d_out.stride(1), x.stride(0), x.stride(1),
-            TAPS=taps, TAPS_ROOM=triton.next_power_of_2(taps), BT=_TOKENS_OF_TAPS, BC=_CHANNELS, BLOCKS=_TOKENS_A_SUM // _TOKENS_OF_TAPS,
+            d_out, x, ids, parts, length, d, first_tap,
+            d_out.stride(0), d_out.stride(1), x.stride(0), x.stride(1),
+            TAPS=taps, TAPS_ROOM=triton.next_power_of_2(taps), BT=_TOKENS_OF_TAPS, BC=_CHANNELS,
+            BLOCKS=_TOKENS_A_SUM // _TOKENS_OF_TAPS,
         )  # fmt: skip
     return parts.sum(dim=0).T.unsqueeze(1)

@@ -1,4 +1,4 @@
-"""The host's plan of a call: which documents are walked, which tokens only read W0."""
+"""The host's plan of a call: the documents that are walked, and the tokens that only read W0."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ from dataclasses import dataclass
 from torch import Tensor
 
 _LONGEST_PIECE = 4096
-"""Tokens outside of the walked documents that one program goes through for W0's gradient, before another
-takes over."""
+"""Most tokens outside the walked documents that one program processes for W0's gradient."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """A walked document: tokens start:stop of the flat batch [B · T], in `row`; its chunks, counted from 0.
+    """A walked document: tokens start:stop of the flat batch [B · T], in `row`, with chunks counted from 0.
 
-    begins: it starts from the row's initial state. ends: its last state is handed on. writes: the first
-        chunks, whose
-    delta something reads. read_from: the first chunk that reads more than W0.
+    Attributes:
+        row: Row of the batch.
+        start: First token.
+        stop: End, exclusive.
+        chunk: Tokens per chunk.
+        begins: True if the document starts from the row's initial state.
+        ends: True if its last state is returned.
     """
 
     row: int
@@ -35,26 +38,34 @@ class Document:
 
     @property
     def writes(self) -> int:
+        """The number of leading chunks whose delta something reads."""
         complete = (self.stop - self.start) // self.chunk
         return complete if self.ends else max(min(complete, self.chunks - 1), 0)
 
     @property
     def read_from(self) -> int:
+        """The first chunk that reads more than W0."""
         return 0 if self.begins else min(1, self.chunks)
 
     def span(self, first: int, last: int) -> tuple[int, int]:
-        """The tokens of chunks first:last."""
+        """Returns the tokens of chunks first:last."""
         return min(self.start + first * self.chunk, self.stop), min(self.start + last * self.chunk, self.stop)
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """One object for all calls of a kind over the same documents, which caches know it by.
+    """The plan of all calls of one kind over the same documents.
 
-    documents: the walked ones, in order, an empty one for a row without any that has a state; short: those
-        that take the
-    dual form. plain: spans whose product with W0 no walk makes, merged. outside: those of no walked document,
-    in pieces."""
+    Caches use the object's identity as their key.
+
+    Attributes:
+        batch: Rows B.
+        chunk: Tokens per chunk.
+        documents: The walked documents in order. A row without documents that has a state gets an empty one.
+        short: The documents that use the dual form.
+        plain: Spans, merged, whose product with W0 no walk computes.
+        outside: Spans outside the walked documents, in pieces.
+    """
 
     batch: int
     chunk: int
@@ -65,7 +76,7 @@ class Plan:
 
     @functools.cached_property
     def written(self) -> tuple[int, ...]:
-        """The number of each walked document's first write among those of the call."""
+        """The index of each walked document's first write among the call's writes, then their total."""
         numbers = [0]
         for document in self.documents:
             numbers.append(numbers[-1] + document.writes)
@@ -75,10 +86,10 @@ class Plan:
 def plan_of(
     spans: Tensor, batch: int, length: int, chunk: int, longest: int, has_start: bool, hands_on: bool
 ) -> Plan:
-    """The plan for the documents `spans` [n, 3] int64 on the CPU: row, start, stop, in order.
+    """Returns the plan for the documents `spans` [n, 3] int64 on the CPU: row, start, stop, in order.
 
-    longest: the tokens up to which a document is short. One that starts from a state or hands it on is
-        walked.
+    A document of at most `longest` tokens is short, unless it starts from a state or its last state is
+    returned.
     """
     return _plan(tuple(map(tuple, spans.tolist())), batch, length, chunk, longest, has_start, hands_on)
 
@@ -112,7 +123,7 @@ def _plan(
 
 
 def _gaps(spans: list[tuple[int, int]], length: int) -> Iterator[tuple[int, int]]:
-    """What is left of 0:length without the spans, which are in order."""
+    """Yields the parts of 0:length outside the spans, which are in order."""
     done = 0
     for start, stop in (*spans, (length, length)):
         if done < start:
@@ -121,7 +132,7 @@ def _gaps(spans: list[tuple[int, int]], length: int) -> Iterator[tuple[int, int]
 
 
 def _pieces(spans: Iterator[tuple[int, int]], chunk: int) -> Iterator[tuple[int, int]]:
-    """The spans in pieces of whole chunks, so that several programs share a long one."""
+    """Splits the spans into pieces of complete chunks, so that several programs share a long span."""
     longest = max(_LONGEST_PIECE // chunk, 1) * chunk
     for start, stop in spans:
         yield from ((first, min(first + longest, stop)) for first in range(start, stop, longest))

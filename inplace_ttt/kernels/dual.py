@@ -1,14 +1,15 @@
-"""The dual form, for short documents: their chunks read earlier ones by way of scores, and no state is made.
+"""The dual form, for short documents: chunks read earlier chunks through scores, and no state is computed.
 
     O_i = Z_i W0ᵀ + η Σ_{j<i} (Z_i Z_jᵀ) V_j
 
-With A the scores Z Zᵀ of each chunk with the chunks before it, zero elsewhere, and B the same of dO Vᵀ,
+Let A be the scores Z Zᵀ of each chunk with the chunks before it, zero elsewhere, and B the same for dO Vᵀ.
+Then
 
     O += η A V      dZ += η (B + Bᵀ) Z      dV = η Aᵀ dO
 
-Half of the scores are zero, and their tiles are skipped. A document is short where the others are less work
-than its walk: forward T²(d + h) / 2 multiply-adds against T·d·h, backward T²(d + h) against 3T·d·h. All short
-documents take one launch a product.
+Half of the scores are zero, and their tiles are skipped. A document is short if the nonzero scores take less
+work than its walk. In the forward they take T²(d + h) / 2 multiply-adds and the walk T·d·h, in the backward
+T²(d + h) against 3T·d·h. All short documents share one launch per product.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from .products import Problems, combine, packed, scores
 
 
 def longest(d: int, h: int) -> int:
-    """The tokens up to which a document is short, for W0 [d, h]."""
+    """Returns the number of tokens up to which a document is short, for W0 [d, h]."""
     return 2 * d * h // (d + h)
 
 
 def add_reads(z: Tensor, v: Tensor, plan: Plan, eta: float, out: Tensor) -> None:
-    """Add what the short documents' chunks read beside W0 to out [N, d]; z [N, h], v [N, d]."""
+    """Adds the reads of the short documents' chunks, without W0, to out [N, d]; z [N, h], v [N, d]."""
     if which := _short(plan, z):
         combine(scores(z, z, which, "earlier", chunk=plan.chunk, alpha=eta), v, which, out, "earlier")
 
@@ -33,7 +34,7 @@ def add_reads(z: Tensor, v: Tensor, plan: Plan, eta: float, out: Tensor) -> None
 def add_gradients(
     z: Tensor, v: Tensor, d_out: Tensor, plan: Plan, eta: float, dz: Tensor, dv: Tensor
 ) -> None:
-    """Add to dz [N, h] and set dv [N, d] in the short documents; d_out [N, d]."""
+    """Adds to dz [N, h] and sets dv [N, d] in the short documents; d_out [N, d]."""
     if which := _short(plan, z):
         read = scores(z, z, which, "earlier", chunk=plan.chunk, alpha=eta)
         combine(read, d_out, which, dv, "earlier", transposed=True, add=False)

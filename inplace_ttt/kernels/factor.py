@@ -1,12 +1,11 @@
-"""The inverse L⁻¹ of the Cholesky factor of many matrices at once, A = L Lᵀ, by products of halves; a kernel
-takes what is left.
+"""The inverse L⁻¹ of the Cholesky factors A = L Lᵀ of many matrices, by products of halves and a kernel.
 
-With L₁ that of A's first half, L₂ that of A₂₂ - L₂₁L₂₁ᵀ:
+Let L₁ be the factor of A's first half, and L₂ that of A₂₂ - L₂₁L₂₁ᵀ:
 
     L₂₁ = A₂₁L₁⁻ᵀ        L⁻¹ = [L₁⁻¹, 0; -L₂⁻¹L₂₁L₁⁻¹, L₂⁻¹]
 
-which is 4/3 r³ multiply-adds in plain products where a factor and its solves take r³/3 of them in steps that
-wait for each other.
+This takes 4/3 r³ multiply-adds in plain products. A factorization and its solves take r³/3 of them, in steps
+that wait for each other. The kernel inverts the small blocks at which the halving stops.
 """
 
 from __future__ import annotations
@@ -19,15 +18,17 @@ from torch import Tensor
 from .support import INTERPRETED, on_device_of
 
 _BLOCK = 8 if INTERPRETED else 64
-"""Rows of a matrix that are inverted one after the other, in a program's registers."""
+"""Rows of a matrix that a program inverts one after the other in its registers."""
 _LEAF = 2 * _BLOCK
-"""Rows of a matrix that one program takes."""
+"""Rows of the largest matrix that one program inverts."""
 
 
 @triton.jit
 def _inverted(a, n, B: tl.constexpr):
-    """L⁻¹ (B, B) of the first n rows of A (B, B), of which the lower triangle is read, and one on the
-    diagonal after them."""
+    """Returns L⁻¹ (B, B) of the first n rows of A (B, B), with ones on the diagonal after them.
+
+    Only the lower triangle of A is read.
+    """
     rows, columns = tl.arange(0, B)[:, None], tl.arange(0, B)[None, :]
     x = tl.where(rows == columns, 1.0, 0.0)
     for j in range(n):
@@ -45,7 +46,7 @@ def _inverted(a, n, B: tl.constexpr):
 def leaf_kernel(
     matrices, inverses, n, a_matrix, a_row, x_matrix, x_row, HALVES: tl.constexpr, B: tl.constexpr
 ):
-    """One program: L⁻¹ of one matrix of n ≤ B rows, or of two times as many by its HALVES."""
+    """One program: L⁻¹ of one matrix of n ≤ B rows; with HALVES of n ≤ 2B rows, by its halves."""
     rows, columns = tl.arange(0, B)[:, None], tl.arange(0, B)[None, :]
     a = matrices + tl.program_id(0).to(tl.int64) * a_matrix + rows * a_row + columns
     x = inverses + tl.program_id(0).to(tl.int64) * x_matrix + rows * x_row + columns
@@ -66,10 +67,15 @@ def leaf_kernel(
 
 
 def inverse_factor(matrices: Tensor) -> Tensor:
-    """L⁻¹ [n, r, r] float32, lower, of positive definite matrices [n, r, r], which are overwritten; NaN where
-    one is not.
+    """Returns L⁻¹, lower triangular, for positive definite matrices [n, r, r] float32, which are overwritten.
 
-    Products are of full float32 only where torch is told so.
+    The products are in full float32 only if torch's settings require it.
+
+    Args:
+        matrices: Positive definite matrices [n, r, r] float32; the last dimension is contiguous.
+
+    Returns:
+        L⁻¹ [n, r, r] float32; NaN for a matrix that is not positive definite.
     """
     assert matrices.dim() == 3 and matrices.dtype == torch.float32 and matrices.stride(-1) == 1
     inverses = torch.zeros(matrices.shape, dtype=torch.float32, device=matrices.device)
@@ -87,7 +93,7 @@ def _fill(inverse: Tensor, matrix: Tensor) -> None:
             matrix, inverse, r, *strides, HALVES=halves, B=_BLOCK, num_warps=8 if halves else 4
         )
         return
-    half = -(-r // (2 * _LEAF)) * _LEAF  # of whole leaves
+    half = -(-r // (2 * _LEAF)) * _LEAF  # a multiple of the leaf
     first, second, corner = inverse[:, :half, :half], inverse[:, half:, half:], inverse[:, half:, :half]
     _fill(first, matrix[:, :half, :half])
     below = torch.bmm(matrix[:, half:, :half], first.mT)

@@ -1,7 +1,7 @@
-"""‖AᵀB‖_F² of each chunk from its Gram matrices, ⟨AAᵀ, BBᵀ⟩, so that no delta is made to be measured.
+"""Computes ‖AᵀB‖_F² of each chunk from its Gram matrices as ⟨AAᵀ, BBᵀ⟩, without the delta AᵀB.
 
-The C × C matrices are symmetric: half their tiles are computed, C²(d + h) / 2 multiply-adds a chunk against
-C·d·h for the delta.
+The C × C matrices are symmetric, so half of their tiles are computed: C²(d + h) / 2 multiply-adds per chunk.
+The delta would take C·d·h.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _gram(
     B: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """The (B, B) tile x[first] x[second]ᵀ, float32; first, second int64 tokens."""
+    """Returns the (B, B) tile x[first] x[second]ᵀ, float32; first and second are int64 tokens."""
     deep = tl.arange(0, BK)
     sums = tl.zeros((B, B), tl.float32)
     for k in range(0, width, BK):
@@ -45,10 +45,13 @@ def _gram(
 
 @triton.jit(do_not_specialize=["chunk"])
 def squared_norms_kernel(
-    a, b, starts, out, chunk, d, h, a_stride, b_stride, PRECISION: tl.constexpr, B: tl.constexpr, BK: tl.constexpr
+    a, b, starts, out, chunk, d, h, a_stride, b_stride,
+    PRECISION: tl.constexpr, B: tl.constexpr, BK: tl.constexpr
 ):  # fmt: skip
-    """One program: tile (i, j), i ≥ j, of one chunk's two Gram matrices; out [chunks, tiles · tiles], 0 above
-    the diagonal."""
+    """One program: tile (i, j), i ≥ j, of one chunk's two Gram matrices.
+
+    out: [chunks, tiles · tiles], 0 above the diagonal.
+    """
     count = tl.cdiv(chunk, B)
     number, place = tl.program_id(0) // (count * count), tl.program_id(0) % (count * count)
     i, j = place // count, place % count
@@ -64,14 +67,16 @@ def squared_norms_kernel(
 
 
 def squared_norms(a: Tensor, b: Tensor, starts: Tensor, chunk: int) -> Tensor:
-    """‖AᵀB‖_F² [n] float32 of the chunks of a [N, d] and b [N, h] that start at the tokens `starts` [n] int32
-    or int64."""
+    """Returns ‖AᵀB‖_F² [n] float32 of the chunks of a [N, d] and b [N, h].
+
+    starts: the chunks' first tokens [n] int32 or int64.
+    """
     assert a.stride(1) == b.stride(1) == 1 and not starts.is_floating_point()
 
     def launch(tile: Tile) -> Tensor:
         count = triton.cdiv(chunk, tile.rows)
         out = torch.empty(len(starts), count * count, dtype=torch.float32, device=a.device)
-        squared_norms_kernel[(out.numel(),)](  # one axis: the others end at 65,535
+        squared_norms_kernel[(out.numel(),)](  # one axis, because the other axes end at 65,535
             a, b, starts, out, chunk, a.shape[1], b.shape[1], a.stride(0), b.stride(0),
             PRECISION="ieee" if a.dtype == torch.float32 else "tf32", B=tile.rows, BK=tile.depth,
             num_warps=tile.warps, num_stages=tile.stages,
@@ -101,7 +106,7 @@ def inner_products_kernel(
 
 
 def inner_products(a: Tensor, b: Tensor, starts: Tensor, chunk: int) -> Tensor:
-    """Σ a ∘ b [n] float32 over the chunks of a, b [N, n] that start at the tokens `starts` [n]."""
+    """Returns Σ a ∘ b [n] float32 over the chunks of a, b [N, n] that start at the tokens `starts` [n]."""
     assert a.stride(1) == b.stride(1) == 1
     tokens, columns = (8, 32) if INTERPRETED else (16, 128)
     out = torch.empty(len(starts), triton.cdiv(chunk, tokens), dtype=torch.float32, device=a.device)

@@ -1,5 +1,7 @@
-"""float32 as the sum of two of bfloat16, which keeps 16 of its 24 bits: what tensor cores multiply and add up
-in float32."""
+"""Splits float32 into the sum of two bfloat16 numbers, which keep 16 of its 24 bits.
+
+Tensor cores multiply such numbers and accumulate the products in float32.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,10 @@ def halves_kernel(x, high, low, numbers, x_matrix, B: tl.constexpr):
 
 
 def halves(x: Tensor) -> tuple[Tensor, Tensor]:
-    """High and low part [n, a, b] bfloat16 of x [n, a, b] float32; copied first where a matrix of it does not
-    lie in one piece."""
+    """Returns the high and the low part [n, a, b] bfloat16 of x [n, a, b] float32.
+
+    x is copied first if one of its matrices is not contiguous.
+    """
     assert x.dim() == 3 and x.dtype == torch.float32
     x = x if x[:1].is_contiguous() else x.contiguous()
     numbers = x.shape[1] * x.shape[2]

@@ -1,5 +1,7 @@
-"""Mends of Triton's interpreter, without which it cannot run these kernels, or not as a GPU does, or in 1.4
-times the time."""
+"""Patches for Triton's interpreter.
+
+Without them it cannot run these kernels, or rounds differently from a GPU, or takes 1.4 times as long.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,13 @@ import triton.language as tl
 
 
 def mend() -> None:
-    """Loops up to a kernel's argument under numpy 2.4 and later (triton issue 9171), products of bfloat16
-    (11584: of its bit patterns), bfloat16 rounded to nearest (cut off), and the language made ready once a
-    launch (again at each call of a function)."""
+    """Patches the interpreter in four places.
+
+    1. Loops up to a kernel's argument work under numpy 2.4 and later (triton issue 9171).
+    2. Products of bfloat16 multiply values (issue 11584: the interpreter multiplied bit patterns).
+    3. Conversion to bfloat16 rounds to nearest instead of truncating.
+    4. The language module is prepared once per launch instead of at each call of a function.
+    """
     from triton.runtime import interpreter
 
     patch, patch_language, builder = (

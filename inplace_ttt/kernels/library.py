@@ -1,4 +1,4 @@
-"""The operators `torch.ops.inplace_ttt.*`: what autograd and torch.compile see of the kernels."""
+"""The operators `torch.ops.inplace_ttt.*`, through which autograd and torch.compile use the kernels."""
 
 from __future__ import annotations
 
@@ -27,12 +27,22 @@ def fast_weight(
     eta: float,
     return_state: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs [B, T, d] in z's dtype and S after each row's last document [B, d, h] float32, empty unless
-    asked for.
+    """Returns the outputs and the state S after each row's last document.
 
-    z [B, T, h], v [B, T, d], weight [d, h] or None of one dtype; initial_state [B, d, h] float32 or None; tau
-    [] float32, the largest norm of a chunk's delta, or None; spans [n, 3] int64 on the CPU: row, start and
-    stop of each document, in order.
+    Args:
+        z: Keys [B, T, h].
+        v: Targets [B, T, d], of z's dtype.
+        weight: W0 [d, h], of z's dtype, or None.
+        initial_state: [B, d, h] float32, or None.
+        tau: [] float32, the largest norm of a chunk's delta, or None.
+        spans: [n, 3] int64 on the CPU: row, start and stop of each document, in order.
+        chunk_size: Tokens per chunk.
+        eta: η, the factor of S.
+        return_state: True also computes the state.
+
+    Returns:
+        Outputs [B, T, d] in z's dtype, and the state [B, d, h] float32 (an empty tensor without
+        `return_state`).
     """
     with on_device_of(z):
         given = operands_of(z, v, weight, initial_state, tau, spans, chunk_size, eta, return_state)
@@ -63,7 +73,10 @@ def fast_weight_backward(
     return_state: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of z, v, weight and initial_state, the last two empty where there is nothing to give."""
+    """Returns the gradients of z, v, weight and initial_state.
+
+    The last two are empty if there is nothing to return.
+    """
     with on_device_of(z):
         given = operands_of(z, v, weight, initial_state, tau, spans, chunk_size, eta, return_state)
         d_rows = d_out.flatten(0, 1).contiguous()
@@ -94,7 +107,7 @@ def _(
 
 
 def _like(x: Tensor) -> Tensor:
-    """Uninitialised, of x's shape and dtype, contiguous whatever x is."""
+    """Returns an uninitialized contiguous tensor of x's shape and dtype."""
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
@@ -141,8 +154,10 @@ fast_weight.register_autograd(_fast_weight_gradients, setup_context=_keep_for_ba
 
 @torch.library.custom_op("inplace_ttt::chunk_conv", mutates_args=())
 def chunk_conv(x: Tensor, conv: Tensor, chunk_ids: Tensor, first_tap: int) -> Tensor:
-    """Depthwise correlation of x [B, T, d] with conv [d, 1, k], taps inside the token's chunk; chunk_ids [B,
-    T] int32."""
+    """Computes the depthwise correlation of x [B, T, d] with conv [d, 1, k] inside chunks.
+
+    chunk_ids: [B, T] int32.
+    """
     with on_device_of(x):
         return convolution.convolve(_with_dense_rows(x), conv.contiguous(), chunk_ids.contiguous(), first_tap)
 
@@ -156,7 +171,7 @@ def _(x: Tensor, conv: Tensor, chunk_ids: Tensor, first_tap: int) -> Tensor:
 def chunk_conv_backward(
     d_out: Tensor, x: Tensor, conv: Tensor, chunk_ids: Tensor, first_tap: int
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of x and conv."""
+    """Returns the gradients of x and conv."""
     d_out, x, chunk_ids = _with_dense_rows(d_out), _with_dense_rows(x), chunk_ids.contiguous()
     with on_device_of(x):
         dx = convolution.convolve(d_out, conv.contiguous(), chunk_ids, first_tap, reverse=True)

@@ -1,5 +1,4 @@
-"""What forward and backward share: the flat inputs of a call, its plan, and the room that its slots may
-take."""
+"""Code shared by forward and backward: a call's flat inputs, its plan, and the memory of its slots."""
 
 from __future__ import annotations
 
@@ -19,8 +18,8 @@ from .support import multiprocessors
 from .walk import walk
 
 SLOTS_BYTES = 1 << 30
-"""Extra memory of a call for slots; more makes larger groups of chunks, and fewer launches and round trips of
-the sum."""
+"""Extra memory of a call for slots, in bytes. More memory means larger groups of chunks, with fewer launches
+and fewer round trips of the sum."""
 
 _READING_TILE = (128, 256)
 _WALKING_TILE = 128 * 256
@@ -28,7 +27,10 @@ _WALKING_TILE = 128 * 256
 
 @dataclass(frozen=True)
 class Operands:
-    """z [N, h] and v [N, d] with N = B · T; weight [d, h] or None; start [B, d, h] float32 or None."""
+    """A call's inputs: z [N, h] and v [N, d] with N = B · T, weight [d, h] or None, start [B, d, h] or None.
+
+    start is float32. eta is η. clips is None without a clip.
+    """
 
     z: Tensor
     v: Tensor
@@ -47,26 +49,29 @@ class Operands:
         return None if self.clips is None else self.clips.factors
 
     def matrices(self, count: int) -> Tensor:
-        """Uninitialised [count, d, h] float32."""
+        """Returns uninitialized matrices [count, d, h] float32."""
         return torch.empty(count, *self.shape, dtype=torch.float32, device=self.z.device)
 
     def slots(self, launches: Sequence[Launch]) -> Tensor | None:
-        """Room for the largest group, [n, d, h]."""
+        """Allocates slots [n, d, h] for the largest group; None if no launch uses slots."""
         count = max((launch.slots for launch in launches), default=0)
         return torch.empty(count, *self.shape, dtype=self.z.dtype, device=self.z.device) if count else None
 
     def limits(self) -> tuple[int, int, torch.device]:
-        """Slots of a group, parts of a launch that walk at a time, and where."""
+        """Returns the slots per group, the parts of a launch that walk concurrently, and the device."""
         programs, (d, h) = multiprocessors(self.z.device), self.shape
         slots = max(sum(document.chunks for document in self.plan.documents), 1)
         room = _room(slots, SLOTS_BYTES // (d * h * self.z.itemsize), self.plan.chunk, d, h, programs)
         return room, max(programs * _WALKING_TILE // (d * h), 1), self.z.device
 
     def readers(self, final: Tensor | None = None) -> Iterator[tuple[Tensor, tuple[Run, ...]]]:
-        """Groups of what chunks read, W0 + ηS_i or ηS_i: (slots [n, d, h], which chunks use them).
+        """Yields groups of the matrices that chunks read, W0 + ηS_i or ηS_i.
 
-        final [B, d, h]: where to leave S after each row's last write. A group's slots are overwritten by the
-        next.
+        Args:
+            final: [B, d, h], receives S after each row's last write; or None.
+
+        Yields:
+            The slots [n, d, h], and the chunks that use them. The next group overwrites the slots.
         """
         launches = reads(self.plan, final is not None, *self.limits())
         slots, carry = (
@@ -75,15 +80,16 @@ class Operands:
         )
         for launch in launches:
             walk(
-                self.v, self.z, launch, chunk=self.plan.chunk, shape=self.shape, slots=slots if launch.slots else None, carry=carry,
-                start=self.start, final=final, base=self.weight, factors=self.factors, scale=self.eta, dither=True,
+                self.v, self.z, launch, chunk=self.plan.chunk, shape=self.shape,
+                slots=slots if launch.slots else None, carry=carry, start=self.start, final=final,
+                base=self.weight, factors=self.factors, scale=self.eta, dither=True,
             )  # fmt: skip
             if launch.runs:
                 assert slots is not None
                 yield slots, launch.runs
 
     def read_plain(self, rows: Tensor, matrix: Tensor | None, out: Tensor) -> None:
-        """out = rows · matrix for the tokens whose product with W0 no walk makes, zero without a W0."""
+        """Sets out = rows · matrix for the tokens whose product with W0 no walk computes; zero without W0."""
         if matrix is None:
             out.zero_()
         else:
@@ -101,8 +107,8 @@ def operands_of(
     eta: float,
     hands_on: bool,
 ) -> Operands:
-    """The flat operands of a call; arguments as in `library.fast_weight`."""
-    # the clip's gradient is made for walks; in float16 a score, a sum over h, may overflow
+    """Returns the flat operands of a call; arguments as in `library.fast_weight`."""
+    # The clip's gradient is implemented for walks alone. In float16 a score, a sum over h, may overflow.
     longest = dual.longest(v.shape[-1], z.shape[-1]) if tau is None and z.dtype != torch.float16 else 0
     plan = plan_of(spans, z.shape[0], z.shape[1], chunk, longest, start is not None, hands_on)
     flat_z, flat_v = (x if x.stride(-1) == 1 else x.contiguous() for x in (z.flatten(0, 1), v.flatten(0, 1)))
@@ -113,8 +119,11 @@ def operands_of(
 
 @lru_cache(maxsize=256)
 def _room(slots: int, fit: int, chunk: int, d: int, h: int, programs: int) -> int:
-    """Slots of a group: of the sizes that fit, the one whose products leave the least of the GPU idle, and
-    the largest such."""
+    """Returns the number of slots per group.
+
+    If all slots do not fit, it tries the sizes between half the limit and the limit. It chooses the size
+    whose products leave the least of the GPU idle; if several do, the largest.
+    """
     fit = max(fit, 1)
     if slots <= fit:
         return slots

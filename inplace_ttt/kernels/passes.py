@@ -1,14 +1,13 @@
-"""Forward and backward of the op: walks make the matrices that chunks read, products read them, a group of
-chunks at a time.
+"""Forward and backward of the op: walks compute matrices, products read them, group by group.
 
-O_i = Z_i E_iᵀ with E_i = W0 + ηS_i, and backward, with R_j the gradient of S_{j+1} that reaches a chunk's
-write,
+O_i = Z_i E_iᵀ with E_i = W0 + ηS_i. In the backward, let R_j be the gradient of S_{j+1} that reaches a
+chunk's write:
 
-    dZ_i = dO_i E_i + c_i V_i R_i      dV_i = c_i Z_i R_iᵀ      R_j = η Σ_{i>j} dO_iᵀZ_i + dS      dW0 = Σ_i
-    dO_iᵀZ_i
+    dZ_i = dO_i E_i + c_i V_i R_i      dV_i = c_i Z_i R_iᵀ
+    R_j = η Σ_{i>j} dO_iᵀZ_i + dS      dW0 = Σ_i dO_iᵀZ_i
 
-The walk over S is made again, that over R from the last chunk to the first; dW0 is where the latter ends.
-Short documents take the dual form beside a product with W0 alone.
+The backward repeats the walk over S, and walks over R from the last chunk to the first; dW0 is the final
+value of the latter's sum. Short documents use the dual form beside a product with W0 alone.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from .walk import walk
 
 
 def forward(given: Operands, batch: int, hands_on: bool) -> tuple[Tensor, Tensor]:
-    """Outputs [N, d] and, if handed on, the last states [B, d, h] (else an empty tensor)."""
+    """Returns the outputs [N, d] and, if `hands_on`, the last states [B, d, h] (else an empty tensor)."""
     out = torch.empty(given.v.shape, dtype=given.v.dtype, device=given.v.device)
     given.read_plain(given.z, None if given.weight is None else given.weight.T, out)
     state = given.matrices(batch if hands_on else 0)
@@ -41,13 +40,16 @@ def forward(given: Operands, batch: int, hands_on: bool) -> tuple[Tensor, Tensor
 def backward(
     given: Operands, d_out: Tensor, d_state: Tensor | None, batch: int, needs_weight: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Gradients of z, v [N, …], of W0 [d, h] float32 if needed and of the start states [B, d, h]; d_out [N,
-    d]."""
+    """Returns the gradients of z and v [N, …], of W0 and of the start states; d_out [N, d].
+
+    W0's gradient is [d, h] float32, None unless needed. The start states' is [B, d, h], None without a start
+    state.
+    """
     dz = torch.empty(given.z.shape, dtype=given.z.dtype, device=given.z.device)
     given.read_plain(d_out, given.weight, dz)
     for slots, runs in given.readers():
         multiply(d_out, slots, runs, dz)
-        del slots  # else they stay beside those of the walk back
+        del slots  # otherwise they stay allocated beside the slots of the backward walk
 
     dv = torch.zeros_like(given.v)
     d_weight, d_start = _through_writes(given, d_out, d_state, batch, needs_weight, dz, dv)
@@ -66,8 +68,10 @@ def _through_writes(
     dz: Tensor,
     dv: Tensor,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Fill dv and add to dz through each write, cR at a time; gives dW0 if needed and the start states'
-    gradients."""
+    """Fills dv and adds to dz through each write, using cR of one group at a time.
+
+    Returns dW0, if needed, and the start states' gradients.
+    """
     launches = writes(given.plan, needs_weight, *given.limits())
     slots, carry = (
         given.slots(launches),
@@ -78,8 +82,9 @@ def _through_writes(
     total = given.matrices(splits).zero_() if needs_weight else None
     for launch in launches:
         walk(
-            d_out, given.z, launch, chunk=given.plan.chunk, shape=given.shape, slots=slots if launch.slots else None, carry=carry,
-            final=begun, total=total, base=d_state, factors=given.factors if launch.slots else None, scale=given.eta,
+            d_out, given.z, launch, chunk=given.plan.chunk, shape=given.shape,
+            slots=slots if launch.slots else None, carry=carry, final=begun, total=total, base=d_state,
+            factors=given.factors if launch.slots else None, scale=given.eta,
         )  # fmt: skip
         if slots is not None:
             multiply(given.z, slots.mT, launch.runs, dv)
@@ -89,8 +94,10 @@ def _through_writes(
 
 
 def _starts(given: Operands, begun: Tensor, d_state: Tensor | None) -> Tensor:
-    """The start states' gradients from the sums over each row's first document, [B, d, h]; a row's one
-    document hands dS on."""
+    """Returns the start states' gradients [B, d, h] from the sums over each row's first document.
+
+    In a row whose single document starts from the start state and ends in the last state, they include dS.
+    """
     begun.mul_(given.eta)
     if d_state is not None:
         through, others = _undivided(given.plan, given.z.device)
@@ -100,8 +107,10 @@ def _starts(given: Operands, begun: Tensor, d_state: Tensor | None) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _undivided(plan: Plan, device: torch.device) -> tuple[tuple[bool, ...], Tensor]:
-    """For each row whether its last state goes on from its first, which it does through at most one document;
-    on the device whether not."""
+    """Returns for each row whether its last state depends on its first, and the negation on the device.
+
+    The dependence runs through at most one document.
+    """
     rows = {document.row for document in plan.documents if document.begins and document.ends}
     through = tuple(row in rows for row in range(plan.batch))
     return through, to_device([not is_through for is_through in through], device)

@@ -1,11 +1,10 @@
-"""Many small products in one launch: rows of a document or chunk by a matrix of its own.
+"""Many small products in one launch; each multiplies rows of a document or chunk by a matrix of its own.
 
     read      out[t] = rows[t] · M                        M of the problem
     scores    out[i] = x[t_i] · y[t_j] over its tokens    [T, T] in rows of the longest
     combine   out[t_i] = Σ_j scores[i, j] rows[t_j]
 
-Chunks that follow each other in one document are a batched product, which cuBLAS does faster where it fills
-the GPU.
+Consecutive chunks of one document form a batched product. cuBLAS computes it faster if it fills the GPU.
 """
 
 from __future__ import annotations
@@ -26,13 +25,12 @@ from .support import INTERPRETED, multiprocessors
 
 _CUBLAS_TILE = (128, 256)
 _WASTE = 1.25
-"""Waves of cuBLAS products, of the waves that one launch for all would take, from which on one launch is
-taken."""
+"""The largest ratio of the waves of cuBLAS products to the waves of one launch at which cuBLAS is used."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """B rows and columns of a tile, K deep."""
+    """A tile of `side` rows and columns, `deep` deep, with its warps and pipeline stages."""
 
     side: int
     deep: int
@@ -48,10 +46,13 @@ def shape_for(dtype: torch.dtype, interpreted: bool = INTERPRETED) -> Shape:
 
 @dataclass(frozen=True)
 class Problems:
-    """tiles [row tiles, 4] int32 on the device: first token, its matrix or its first row of scores, tokens,
-    which row tile.
+    """The products of one launch.
 
-    longest: tokens of the longest. total: of all together.
+    Attributes:
+        tiles: [row tiles, 4] int32 on the device: first token; index of its matrix, or of its first row of
+            scores; number of tokens; index of the row tile.
+        longest: Tokens of the longest problem.
+        total: Tokens of all problems.
     """
 
     tiles: Tensor
@@ -61,7 +62,7 @@ class Problems:
 
 @lru_cache(maxsize=256)
 def problems(spans: tuple[tuple[int, int, int], ...], side: int, device: torch.device) -> Problems:
-    """For (first token, tokens, matrix) of each."""
+    """Returns the problems for spans of (first token, tokens, matrix)."""
     rows = [
         (start, matrix, length, tile) for start, length, matrix in spans for tile in range(-(-length // side))
     ]
@@ -72,13 +73,14 @@ def problems(spans: tuple[tuple[int, int, int], ...], side: int, device: torch.d
 @triton.jit(do_not_specialize=["alpha", "chunk"])
 def products_kernel(
     a, b, c, tiles, factors, columns, deep, alpha, chunk, a_lead, a_m, a_k, b_lead, b_k, b_n, c_lead,
-    MODE: tl.constexpr, REACH: tl.constexpr, EARLIER: tl.constexpr, MIRRORED: tl.constexpr, HAS_FACTORS: tl.constexpr,
-    ADD: tl.constexpr, PRECISION: tl.constexpr, B: tl.constexpr, BK: tl.constexpr,
+    MODE: tl.constexpr, REACH: tl.constexpr, EARLIER: tl.constexpr, MIRRORED: tl.constexpr,
+    HAS_FACTORS: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr, B: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """One program: a (B, B) tile of one problem. MODE: read 0, scores 1, combine 2.
 
-    REACH of a row tile along the tokens it sums: all 0, up to its own 1, from its own on 2. EARLIER: a score
-    stays only where the column's chunk comes before the row's. MIRRORED: such scores and their transpose.
+    REACH, the tokens that a row tile sums over: 0 all, 1 up to its own, 2 from its own on. EARLIER: a score
+    is kept only if the column's chunk comes before the row's chunk. MIRRORED: such scores plus their
+    transpose.
     """
     columns_of = tl.cdiv(columns, B)
     entry = tiles + tl.program_id(0) // columns_of * 4
@@ -103,7 +105,7 @@ def products_kernel(
             first = i * B
         sums = tl.zeros((B, B), tl.float32)
         left_rows, left_last = length, last
-        if MODE == 2:  # scores are zero up to whole vectors, by which they are loaded
+        if MODE == 2:  # scores are zero-padded to full vectors, in which they are loaded
             left_last = tl.cdiv(last, 16) * 16
             if REACH == 2:
                 left_rows, left_last = tl.cdiv(length, 16) * 16, last
@@ -143,20 +145,24 @@ def products_kernel(
 
 
 def _launch(
-    a: Tensor, b: Tensor, out: Tensor, which: Problems, columns: int, deep: int, strides: tuple[int, ...], *, mode: int, reach: int = 0,
-    earlier: bool = False, mirrored: bool = False, alpha: float = 1.0, chunk: int = 1, factors: Tensor | None = None, add: bool = False,
+    a: Tensor, b: Tensor, out: Tensor, which: Problems, columns: int, deep: int, strides: tuple[int, ...], *,
+    mode: int, reach: int = 0, earlier: bool = False, mirrored: bool = False, alpha: float = 1.0,
+    chunk: int = 1, factors: Tensor | None = None, add: bool = False,
 ) -> None:  # fmt: skip
     tile = shape_for(a.dtype)
     products_kernel[(len(which.tiles) * triton.cdiv(columns, tile.side),)](
         a, b, out, which.tiles, factors, columns, deep, alpha, chunk, *strides, out.stride(0),
         MODE=mode, REACH=reach, EARLIER=earlier, MIRRORED=mirrored, HAS_FACTORS=factors is not None, ADD=add,
-        PRECISION="ieee" if a.dtype == torch.float32 else "tf32", B=tile.side, BK=tile.deep, num_warps=tile.warps, num_stages=tile.stages,
+        PRECISION="ieee" if a.dtype == torch.float32 else "tf32", B=tile.side, BK=tile.deep,
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 
 def multiply(rows: Tensor, matrices: Tensor, runs: Sequence[Run], out: Tensor, *, add: bool = False) -> None:
-    """out[t] = rows[t] · matrices[slot] for the tokens of the runs, or added to it; rows [N, K], matrices [n,
-    K, M], out [N, M]."""
+    """Sets out[t] = rows[t] · matrices[slot] for the tokens of the runs, or adds to it.
+
+    rows [N, K], matrices [n, K, M], out [N, M].
+    """
     if not runs:
         return
     if _fills(runs, matrices.shape[-1], multiprocessors(rows.device)):
@@ -180,7 +186,7 @@ def _chunks(runs: Sequence[Run]) -> Iterator[tuple[int, int, int]]:
 
 
 def _fills(runs: Sequence[Run], columns: int, programs: int) -> bool:
-    """Whether a product for each run leaves little of the GPU idle."""
+    """Returns True if one cuBLAS product per run leaves little of the GPU idle."""
     rows, across = _CUBLAS_TILE
     tiles = [
         run.count * -(-(run.stop - run.start) // run.count // rows) * -(-columns // across) for run in runs
@@ -189,7 +195,7 @@ def _fills(runs: Sequence[Run], columns: int, programs: int) -> bool:
 
 
 def packed(spans: tuple[tuple[int, int], ...], like: Tensor) -> Problems:
-    """Problems of (first token, tokens) each, whose scores lie one after the other."""
+    """Returns problems of (first token, tokens) each, whose scores lie one after the other."""
     ends = itertools.accumulate((length for _, length in spans), initial=0)
     return problems(
         tuple((*span, first) for span, first in zip(spans, ends, strict=False)),
@@ -202,18 +208,30 @@ Kind = Literal["all", "earlier", "earlier and later"]
 
 
 def scores(
-    x: Tensor, y: Tensor, which: Problems, kind: Kind, *, chunk: int, alpha: float = 1.0, factors: Tensor | None = None
+    x: Tensor, y: Tensor, which: Problems, kind: Kind, *, chunk: int, alpha: float = 1.0,
+    factors: Tensor | None = None
 ) -> Tensor:  # fmt: skip
-    """alpha · x yᵀ of each problem's tokens, in rows [total, longest] of x's dtype; x, y [N, n].
+    """Computes alpha · x yᵀ of each problem's tokens, [total, longest] in x's dtype.
 
-    "earlier": zero unless the column's chunk comes before the row's, and not set beyond the row's own tile;
-    "earlier and later": that and its transpose. factors: times the problem's own, where each is one chunk.
+    Args:
+        x: Rows [N, n].
+        y: Rows [N, n].
+        which: The problems.
+        kind: "all" computes every score. "earlier" sets scores to zero unless the column's chunk comes before
+            the row's, and leaves the entries beyond the row's own tile unset. "earlier and later" adds the
+            transpose.
+        chunk: Tokens per chunk.
+        alpha: Factor of all scores.
+        factors: A further factor per problem, if each problem is one chunk.
+
+    Returns:
+        The scores; rows are padded to a multiple of 16 columns.
     """
     out = torch.empty(which.total, -(-which.longest // 16) * 16, dtype=x.dtype, device=x.device)
     strides = (x.stride(0), x.stride(0), 1, y.stride(0), 1, y.stride(0))
     _launch(
-        x, y, out, which, which.longest, x.shape[1], strides, mode=1, earlier=kind != "all", mirrored=kind == "earlier and later",
-        alpha=alpha, chunk=chunk, factors=factors,
+        x, y, out, which, which.longest, x.shape[1], strides, mode=1, earlier=kind != "all",
+        mirrored=kind == "earlier and later", alpha=alpha, chunk=chunk, factors=factors,
     )  # fmt: skip
     return out
 
@@ -228,8 +246,10 @@ def combine(
     transposed: bool = False,
     add: bool = True,
 ) -> None:
-    """Add to `out` [N, n], or set, the scores (or their transpose) of each problem times its tokens' rows [N,
-    n]."""
+    """Adds to `out` [N, n] the scores (or their transpose) of each problem times its tokens' rows [N, n].
+
+    add: False sets `out` instead.
+    """
     reach = (2 if transposed else 1) if kind == "earlier" else 0
     along = (1, table.stride(0)) if transposed else (table.stride(0), 1)
     strides = (table.stride(0), *along, rows.stride(0), rows.stride(0), 1)

@@ -1,8 +1,9 @@
-"""Which stretch of which document each launch of a walk takes, and the tables in which the kernels find them.
+"""Divides a call's walk into launches, and builds the tables in which the kernels find their work.
 
-The slots of a call are filled in groups, as many as there is room for: one launch fills a group, of however
-many documents, and what reads it follows before the next launch overwrites it. A document that a group cuts
-in two goes on from a sum in memory. Tables reach the device once for a plan, without the host waiting.
+The slots of a call are filled in groups of as many as the memory limit allows. One launch fills a group, of
+any number of documents, and the products that read it run before the next launch overwrites it. A document
+that is split between groups continues from a sum in memory. The tables are copied to the device once per
+plan, without a wait of the host for the device's other work.
 """
 
 from __future__ import annotations
@@ -19,17 +20,22 @@ from .documents import Document, Plan
 from .support import on_device
 
 FIELDS = 11
-"""Numbers of a stretch: first token, document's end, steps, first slot, slots, number of the chunk that reads
-the first slot, number of the first factor, what it starts from and what it leaves (below), its base's row,
-whether its sum counts for W0's gradient."""
+"""Numbers per stretch: first token; document's end; steps; first slot; slots; index of the chunk that reads
+the first slot; index of the first factor; the sum that it starts from; the sum that it leaves (both numbered
+as in `Launch`); its base's row; 1 if its sum counts for W0's gradient, else 0."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """What a pass asks of a document: `slots` slots, a step each but none for the first one if it `leads`;
-    `steps` steps in all.
+    """The work of one pass on a document: `slots` slots to fill and `steps` steps in all.
 
-    number: of its first write in the call. keeps: the row wants the sum after the last step.
+    Attributes:
+        document: The document.
+        number: Index of its first write in the call.
+        slots: Slots to fill.
+        leads: True if the first slot is filled before any step; every other slot takes one step.
+        steps: Steps in all.
+        keeps: True if the caller needs the sum after the last step.
     """
 
     document: Document
@@ -42,8 +48,11 @@ class Line:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Slots first : first + count of a line, at `slot` and after in the group: `steps` steps after the `done`
-    ones."""
+    """The part of a line in one group: slots first : first + count of the line.
+
+    In the group these slots begin at `slot`. The stretch makes `steps` steps, after the `done` steps of
+    earlier groups.
+    """
 
     line: Line
     first: int
@@ -60,7 +69,7 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Run:
-    """`count` chunks of one length, tokens start:stop, that use the slots from `slot` on."""
+    """`count` chunks of equal length, tokens start:stop, that use the slots from `slot` on."""
 
     start: int
     stop: int
@@ -70,13 +79,18 @@ class Run:
 
 @dataclass(frozen=True)
 class Launch:
-    """One group. table [stretches, FIELDS], bounds [splits + 1] and leads [n, 5] int32 on the device; steps:
-    of all stretches.
+    """The launch that fills one group.
 
-    What a stretch starts from and leaves has a number: below `batch` the row's own state, from there on one
-    of the `carries`.
-    moves: whether a stretch starts from or leaves something. has_tail: whether its first step may be cut
-        short.
+    The sums that a stretch starts from and leaves are numbered: below `batch` a row's own state, from there
+    on one of the `carries`.
+
+    Attributes:
+        table: [stretches, FIELDS] int32 on the device.
+        bounds: [splits + 1] int32 on the device; split i walks stretches bounds[i] : bounds[i + 1].
+        leads: [n, 5] int32 on the device, or None: the slots that are filled before any step.
+        steps: Steps of all stretches.
+        moves: True if a stretch starts from a sum or leaves one.
+        has_tail: True if a stretch's first step may be an incomplete chunk.
     """
 
     table: Tensor
@@ -95,7 +109,10 @@ class Launch:
 
 
 def _reading(plan: Plan, hands_on: bool) -> Iterator[Line]:
-    """What chunks read and, if handed on, the states after the last writes."""
+    """Yields the lines of the matrices that chunks read.
+
+    hands_on: also those of the states after the last writes.
+    """
     for document, number in zip(plan.documents, plan.written, strict=False):
         reads = document.chunks - document.read_from
         if hands_on and document.ends:
@@ -107,10 +124,12 @@ def _reading(plan: Plan, hands_on: bool) -> Iterator[Line]:
 
 
 def _writing(plan: Plan, needs_weight: bool) -> Iterator[Line]:
-    """What reaches each write, from the last chunk of a document to the first; for W0's gradient the tokens
-    outside too."""
+    """Yields the lines of the gradients that reach the writes, from a document's last chunk to its first.
+
+    W0's gradient also needs the tokens outside the walked documents.
+    """
     for document, number in zip(plan.documents, plan.written, strict=False):
-        # the sum leaves out a first chunk that read W0 alone, unless W0's gradient is needed
+        # without W0's gradient, the sum leaves out a first chunk that read W0 alone
         steps = document.chunks - (0 if needs_weight or document.begins else min(1, document.chunks))
         if steps or document.writes or document.begins:
             yield Line(
@@ -128,7 +147,7 @@ def _writing(plan: Plan, needs_weight: bool) -> Iterator[Line]:
 
 
 def groups(lines: Iterable[Line], room: int) -> Iterator[list[Stretch]]:
-    """The lines in order, in groups of at most `room` slots."""
+    """Divides the lines, in order, into groups of at most `room` slots."""
     group: list[Stretch] = []
     used = 0
     for line in lines:
@@ -151,7 +170,10 @@ def groups(lines: Iterable[Line], room: int) -> Iterator[list[Stretch]]:
 
 @lru_cache(maxsize=128)
 def reads(plan: Plan, hands_on: bool, room: int, splits: int, device: torch.device) -> tuple[Launch, ...]:
-    """The launches that make what chunks read, at most `room` slots and `splits` parts each."""
+    """Returns the launches that compute the matrices that chunks read.
+
+    Each fills at most `room` slots and has at most `splits` parts.
+    """
     return _launches(_reading(plan, hands_on), False, plan.batch, room, splits, device)
 
 
@@ -159,15 +181,19 @@ def reads(plan: Plan, hands_on: bool, room: int, splits: int, device: torch.devi
 def writes(
     plan: Plan, needs_weight: bool, room: int, splits: int, device: torch.device
 ) -> tuple[Launch, ...]:
-    """The launches that make what reaches the writes."""
+    """Returns the launches that compute the gradients that reach the writes; limits as in `reads`."""
     return _launches(_writing(plan, needs_weight), True, plan.batch, room, splits, device)
 
 
 def to_device(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """int32, copied once for a plan."""
+    """Copies numbers to the device as int32, once per plan.
+
+    Raises RuntimeError while a CUDA graph is captured, because the copy cannot be part of it.
+    """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "the kernels meet these documents for the first time while a CUDA graph is captured; run them once before."
+            "a CUDA graph is being captured, and the kernels have not yet run on these documents; run them "
+            "once before the capture."
         )
     return on_device(torch.tensor(numbers, dtype=torch.int32), device)
 
@@ -189,9 +215,12 @@ def _launches(
         stretches = one.stretches
         launches.append(
             Launch(
-                table.view(-1, FIELDS), bounds, leads.view(-1, 5) if len(leads) else None, tuple(one.runs(backward)), batch,
-                len(bounds) - 1, sum(stretch.steps for stretch in stretches), sum(stretch.count for stretch in stretches), carries,
-                any(row[7] >= 0 or row[8] >= 0 for row in one.rows), backward and any(map(_is_cut, stretches)), backward, one.is_first,
+                table.view(-1, FIELDS), bounds, leads.view(-1, 5) if len(leads) else None,
+                tuple(one.runs(backward)), batch, len(bounds) - 1,
+                sum(stretch.steps for stretch in stretches),
+                sum(stretch.count for stretch in stretches), carries,
+                any(row[7] >= 0 or row[8] >= 0 for row in one.rows),
+                backward and any(map(_is_cut, stretches)), backward, one.is_first,
             )
         )  # fmt: skip
     return tuple(launches)
@@ -203,7 +232,7 @@ def _is_cut(stretch: Stretch) -> bool:
 
 
 class _Group:
-    """The stretches of one launch, while their numbers are made."""
+    """The stretches of one launch, while their table is built."""
 
     def __init__(self, stretches: list[Stretch], is_first: bool, splits: int) -> None:
         self.stretches, self.is_first = stretches, is_first
@@ -212,11 +241,11 @@ class _Group:
         self.leads: list[int] = []
 
     def number_sums(self, batch: int, carried: int, backward: bool) -> int:
-        """Make the rows; carried: the number of the carry that the group before left, or -1; gives that of
-        this one.
+        """Builds the rows of the table.
 
-        Stretches of one launch run at a time, so one that leaves a carry does not overwrite what another
-        starts from.
+        carried: the index of the carry that the previous group left, or -1. Returns the index of this group's
+        carry. Stretches of one launch run concurrently, so a carry is never written where another stretch
+        starts from it.
         """
         left = -1
         for stretch in self.stretches:
@@ -285,7 +314,7 @@ class _Group:
 
 
 def _bounds(steps: Sequence[int], splits: int) -> Iterator[int]:
-    """Where to cut a list of stretches into at most `splits` parts of about as many steps."""
+    """Yields the bounds of at most `splits` parts of a list of stretches, with about equal steps."""
     yield 0
     total, done, part = max(sum(steps), 1), 0.0, 0
     for number, here in enumerate(steps):

@@ -1,4 +1,4 @@
-"""Where the kernels run."""
+"""The devices and dtypes on which the kernels run, and helpers that depend on the device."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from torch import Tensor
 from . import interpreter
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
-"""Whether Triton's interpreter runs the kernels, on any device, slowly; decided by TRITON_INTERPRET=1 at
-import."""
+"""True if Triton's interpreter runs the kernels, slowly, on any device; TRITON_INTERPRET=1 at import."""
 
 if INTERPRETED:
     interpreter.mend()
@@ -23,10 +22,12 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def unsupported(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the kernels do not run on tensors of this device and dtype, as the end of a sentence; None if they
-    do."""
+    """Returns the reason why the kernels cannot run on this device and dtype, or None if they can.
+
+    The reason is the end of a sentence.
+    """
     if dtype not in DTYPES:
-        return f"they take float16, bfloat16 and float32, not {str(dtype).removeprefix('torch.')}"
+        return f"they support float16, bfloat16 and float32, not {str(dtype).removeprefix('torch.')}"
     if INTERPRETED:
         return None
     if device.type != "cuda" or torch.version.hip is not None:
@@ -39,20 +40,28 @@ def unsupported(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def has_tensor_copies(device: torch.device) -> bool:
-    """Whether the device copies tiles by descriptor (Hopper's tensor memory accelerator and later)."""
+    """Returns True if the device copies tiles by descriptor (Hopper's tensor memory accelerator).
+
+    Later GPUs have it too.
+    """
     return INTERPRETED or torch.cuda.get_device_capability(device)[0] >= 9
 
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """How many programs of a large tile run at a time; the interpreter counts as an H200."""
+    """Returns the number of programs with a large tile that run concurrently.
+
+    The interpreter counts as an H200: 132.
+    """
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 @contextlib.contextmanager
 def on_device_of(x: Tensor) -> Iterator[None]:
-    """Launch where x lies, also when another GPU is current, and multiply in the dtypes given, also under
-    autocast."""
+    """A context that launches kernels on x's device, also if another GPU is current, and disables autocast.
+
+    Products are then computed in the dtypes given.
+    """
     with (
         torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext(),
         torch.autocast(x.device.type, enabled=False),
@@ -61,8 +70,10 @@ def on_device_of(x: Tensor) -> Iterator[None]:
 
 
 def on_device(host: Tensor, device: torch.device) -> Tensor:
-    """A copy of host memory that every stream may read; the host waits for the copy alone, not for what the
-    device has to do."""
+    """Returns a copy of host memory on the device, which every stream may read.
+
+    The host waits for this copy alone, not for the device's queued work.
+    """
     if device.type != "cuda":
         return host
     with torch.cuda.stream(_copies(device)):

@@ -1,4 +1,4 @@
-"""The few tile shapes that are tried, and which one is kept for a device and a problem."""
+"""The candidate tile shapes, and the choice of one for a device and a problem."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows, columns and depth of a product's tile, in how many column parts its result is written, warps,
-    stages."""
+    """The tile of a product.
+
+    parts: number of column parts in which the result is written. stages: of the pipeline of loads.
+    """
 
     rows: int
     columns: int
@@ -31,11 +33,11 @@ class Tile:
     stages: int = 3
 
 
-# Of Hopper's, those of 4 warps and 3 stages are for two programs a multiprocessor: one multiplies while the
+# Hopper's tiles of 4 warps and 3 stages run as two programs per multiprocessor: one multiplies while the
 # other writes.
 _HOPPER = (Tile(128, 256, 64, 2, 8, 3), Tile(128, 128, 64, 4, 4, 3), Tile(64, 128, 64, 1, 4, 4))
 _HOPPER_TWO_SUMS = (Tile(128, 128, 64, 2, 8, 3), Tile(64, 128, 64, 2, 4, 3))
-# By pointer, which is Ampere's way, addresses take registers too.
+# Ampere copies tiles by pointer, and the addresses need registers too.
 _AMPERE = (Tile(128, 128, 32, 4, 8, 3), Tile(64, 128, 32, 4, 4, 3))
 _AMPERE_TWO_SUMS = (Tile(64, 128, 32, 4, 8, 3), Tile(64, 64, 32, 4, 4, 3))
 _SQUARE = (Tile(128, 128, 64, 1, 8, 3), Tile(64, 64, 64, 1, 4, 3))
@@ -50,16 +52,20 @@ def tiles(
     square: bool = False,
     by_pointer: bool = False,
 ) -> tuple[Tile, ...]:
-    """The candidates, the first one the default. None: the interpreter.
+    """Returns the candidates; the first is the default.
 
-    two_sums: a program holds two float32 tiles. square: rows = columns, and few enough for two. by_pointer:
-        no copies by descriptor.
+    Args:
+        dtype: Dtype of the factors.
+        capability: Compute capability; None for the interpreter.
+        two_sums: A program holds two float32 tiles.
+        square: Rows equal columns, and the tile is small enough for two.
+        by_pointer: Tiles are not copied by descriptor.
     """
     if capability is None:
         return _INTERPRETER
     if dtype == torch.float32:
         return _FULL_PRECISION
-    has_room = capability[0] in (9, 10)  # 227 KiB of shared memory a program
+    has_room = capability[0] in (9, 10)  # 227 KiB of shared memory per program
     if square:
         return _SQUARE if has_room else _SQUARE[1:]
     if has_room and not by_pointer:
@@ -74,7 +80,7 @@ def capability(device: torch.device) -> tuple[int, int] | None:
 
 _chosen: dict[Hashable, Tile] = {}
 timed: dict[Hashable, dict[Tile, float]] = {}
-"""What each candidate took, in milliseconds, for the problems that were timed."""
+"""The time of each candidate in milliseconds, for the problems that were timed."""
 
 _WARM_UP_SECONDS = 0.1
 _ROUNDS = 5
@@ -89,12 +95,21 @@ def run_tuned(
     device: torch.device,
     restore: Callable[[], object] | None = None,
 ) -> T:
-    """Run with the best tile for `key`, finding it first where that is allowed: `run` may be called again and
-    again.
+    """Runs with the best tile for `key`; finds that tile first by timing, if `run` may be called repeatedly.
 
-    restore: undoes what runs leave, where it is not the same each time. Tiles of one depth add in one order,
-        so the choice
-    does not change a result's bits; still, deterministic mode takes the default.
+    Tiles of one depth add in the same order, so the choice does not change a result's bits. Deterministic
+    mode still uses the default.
+
+    Args:
+        key: Identifies the problem.
+        candidates: The tiles; the first is the default.
+        run: Computes the result with a tile.
+        repeatable: True if `run` may be called repeatedly.
+        device: The device that is timed.
+        restore: Undoes the effect of the timed runs, if repeated runs change their output.
+
+    Returns:
+        The result of `run`.
     """
     if key not in _chosen:
         if len(candidates) == 1 or torch.are_deterministic_algorithms_enabled():
@@ -112,8 +127,10 @@ def run_tuned(
 def _milliseconds(
     candidates: Sequence[Tile], run: Callable[[Tile], object], device: torch.device
 ) -> dict[Tile, float]:
-    """Median time of each, in turn so that a clock that moves moves all; infinite where the device has no
-    room for it."""
+    """Returns the median time of each candidate, infinite for one that exceeds the device's resources.
+
+    The candidates run in turn, so that a change of the GPU's clock affects all of them.
+    """
     times: dict[Tile, list[float]] = {tile: [] for tile in candidates}
     with torch.cuda.device(device):
         for tile in candidates:
@@ -122,7 +139,7 @@ def _milliseconds(
             except OutOfResources:
                 del times[tile]
         end = time.monotonic() + _WARM_UP_SECONDS
-        while time.monotonic() < end:  # a GPU at rest takes this long to reach its clock
+        while time.monotonic() < end:  # an idle GPU needs this long to reach its clock
             for tile in times:
                 run(tile)
             torch.cuda.synchronize()

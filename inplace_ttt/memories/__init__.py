@@ -1,5 +1,7 @@
-"""Test-time memories under one protocol: layers for any torch model, each in a primal form that is its law
-and a fast one."""
+"""Test-time memories with one interface: layers for any torch model, each with a primal and a fast form.
+
+The primal form is the law: it defines the layer, token by token.
+"""
 
 from __future__ import annotations
 
@@ -45,11 +47,23 @@ MEMORIES: dict[str, type[Memory[Any]]] = {
     "titans": Titans,
     "in-place": InPlaceTTT,
 }
-"""The systems by the name that a recipe gives them."""
+"""The classes by their names in recipes."""
 
 
 def make(name: str, dim: int, **options: Any) -> Memory[Any]:
-    """The memory of that name for tokens of width dim, with its own options."""
+    """Builds the memory of a name for tokens of width `dim`.
+
+    Args:
+        name: A key of `MEMORIES`.
+        dim: Width of the tokens.
+        **options: Options of the memory's class.
+
+    Returns:
+        The layer, [B, T, dim] to [B, T, dim].
+
+    Raises:
+        InPlaceTTTError: If the name or an option does not exist.
+    """
     if name not in MEMORIES:
         raise InPlaceTTTError(f"memory {name!r} does not exist; choose one of {', '.join(MEMORIES)}.")
     known = list(inspect.signature(MEMORIES[name]).parameters)[1:]

@@ -1,5 +1,7 @@
-"""DeltaNet: loss ½‖S k − v‖², one gradient step of size β a token (arXiv 2102.11174; in parallel, arXiv
-2406.06484)."""
+"""DeltaNet: loss ½‖S k − v‖², one gradient step of size β per token.
+
+The rule is from arXiv 2102.11174, the parallel form from arXiv 2406.06484.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,14 @@ from .protocol import Tokens, chunks, gradient
 
 
 class DeltaNet(MatrixMemory):
-    """The state is a matrix S [B, H, d, d], zero at the start: S ← S − β (S k − v) kᵀ with β = σ(x w), a rate
-    a head.
+    """S ← S − β (S k − v) kᵀ with β = σ(x w), one rate per head; S [B, H, d, d] is zero at the start.
 
-    q and k are normed after SiLU, as the second paper does, so that a step with β ≤ 1 never overshoots.
+    q and k are normalized after SiLU, as in arXiv 2406.06484, so that a step with β ≤ 1 never overshoots.
+
+    Args:
+        dim: Width of the tokens.
+        heads: Heads H; dim is a multiple of it.
+        chunk: Tokens per chunk of the parallel form.
     """
 
     kernel = "chunk_delta_rule"
@@ -37,8 +43,10 @@ class DeltaNet(MatrixMemory):
         return state - token.rates * gradient(lambda s: 0.5 * (token.k @ s.mT - token.v) ** 2, state)
 
     def parallel(self, state: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """Within a chunk S_t = S_0 + Σ_{s≤t} u_s k_sᵀ, where u = β (v − S_{t−1} k) solves a triangular
-        system."""
+        """Solves one triangular system per chunk.
+
+        Within a chunk S_t = S_0 + Σ_{s≤t} u_s k_sᵀ, where u = β (v − S_{t−1} k) solves the system.
+        """
         read = []
         for q, k, v, beta in chunks(tokens, self.chunk):
             overlap = torch.tril(beta * (k @ k.mT), -1)

@@ -1,5 +1,7 @@
-"""Gated linear attention (arXiv 2312.06635): linear attention whose matrix forgets, each key channel at its
-own learnt rate."""
+"""Gated linear attention (arXiv 2312.06635): linear attention whose matrix decays.
+
+Each key channel has its own learned rate of decay.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,15 @@ from .protocol import Tokens, chunks, gradient
 
 
 class GatedLinearAttention(MatrixMemory):
-    """The state is a matrix S [B, H, d, d], zero at the start: S ← S diag(g) + v kᵀ with g = σ(x W)^(1/16).
+    """S ← S diag(g) + v kᵀ with g = σ(x W)^(1/16); S [B, H, d, d] is zero at the start.
 
-    The rates are log g.
+    The rates of `Tokens` are log g.
+
+    Args:
+        dim: Width of the tokens.
+        heads: Heads H; dim is a multiple of it.
+        chunk: Tokens per chunk of the parallel form.
+        temperature: The gate is σ(x W)^(1/temperature), above 0.
     """
 
     kernel = "chunk_gla"
@@ -34,12 +42,14 @@ class GatedLinearAttention(MatrixMemory):
         return state * token.rates.exp() - gradient(lambda s: -(token.k @ s.mT * token.v), state)
 
     def parallel(self, state: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """Chunks short enough for every pair's own decay [C, C, d], which never exceeds 1 and so never
-        overflows."""
+        """Computes every pair's own decay [C, C, d] in a chunk, which must be short.
+
+        The decay never exceeds 1, so it never overflows.
+        """
         read = []
         for q, k, v, log_gate in chunks(tokens, self.chunk):
             total = log_gate.cumsum(dim=2)
-            # Π of the gates after s, up to t
+            # product of the gates after s, up to t
             between = (total.unsqueeze(3) - total.unsqueeze(2)).clamp(max=0).exp()
             scores = torch.einsum("...td,...sd,...tsd->...ts", q, k, between)
             read.append((q * total.exp()) @ state.mT + torch.tril(scores) @ v)

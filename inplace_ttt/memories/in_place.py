@@ -1,9 +1,8 @@
-"""In-Place TTT (arXiv 2604.06169) as one memory among the others: a gated MLP whose down-projection the
-sequence writes.
+"""In-Place TTT (arXiv 2604.06169) as one memory among the others.
 
-Key and query are the same, Z = silu(x W_gate) ∘ x W_up [T, h]; the value is V = Conv(x) P [T, d], which may
-look ahead inside its chunk; the state is linear, the loss −⟨S z, v⟩, and a chunk is applied, then written
-when it is complete.
+The layer is a gated MLP whose down-projection is written by the sequence. Key and query are the same, Z =
+silu(x W_gate) ∘ x W_up [T, h]. The value is V = Conv(x) P [T, d], which may look ahead inside its chunk. The
+state is linear, and the loss is −⟨S z, v⟩. A chunk is applied, then written when it is complete.
 """
 
 from __future__ import annotations
@@ -24,17 +23,31 @@ from .protocol import Memory, Tokens, checked, gradient
 
 
 class InPlaceState(NamedTuple):
+    """The state of `InPlaceTTT`: S and the tokens of the open (unfinished) chunk."""
+
     s: Tensor
     """S without η, [B, 1, d, h]."""
     z: Tensor
     """The open chunk's keys [B, 1, n, h]."""
     x: Tensor
-    """The open chunk's target sources [B, 1, n, d]: a value needs its neighbours before it can be made."""
+    """The open chunk's target sources [B, 1, n, d], because a value depends on neighboring tokens."""
 
 
 class InPlaceTTT(Memory[InPlaceState]):
-    """O = Z (W0 + η S)ᵀ, S ← S + VᵀZ a chunk. As in a converted model, with the layer's own input as the
-    target source."""
+    """O = Z (W0 + η S)ᵀ, S ← S + VᵀZ once per chunk.
+
+    As in a converted model, with the layer's own input as the target source.
+
+    Args:
+        dim: Width d of the tokens.
+        hidden: Width h of the MLP; None: 4 · dim.
+        chunk: C, tokens per chunk.
+        eta: η, the factor of S.
+        kernel_size: Taps of the convolution.
+        conv: The convolution's kind, as in `InPlaceTTTConfig`.
+        std: Standard deviation of P's initial diagonal; the convolution starts at zero.
+        seed: Seed of the diagonal.
+    """
 
     reads_first = True
 
@@ -51,7 +64,7 @@ class InPlaceTTT(Memory[InPlaceState]):
     ) -> None:
         super().__init__()
         self.chunk, self.eta = checked(chunk), eta
-        # refuses what no conversion takes
+        # raises for options that a conversion refuses
         InPlaceTTTConfig(chunk_size=chunk, eta=eta, kernel_size=kernel_size, conv=conv)
         hidden = 4 * dim if hidden is None else hidden
         if min(dim, hidden) < 1:
@@ -87,7 +100,7 @@ class InPlaceTTT(Memory[InPlaceState]):
         return InPlaceState(s, z[:, :, :0], x[:, :, :0])
 
     def parallel(self, state: InPlaceState, tokens: Tokens) -> tuple[Tensor, InPlaceState]:
-        """The op of a converted model, on the open chunk's rows and the new ones."""
+        """Runs the op of a converted model on the open chunk's rows and the new ones."""
         z, x = torch.cat([state.z, tokens.k], dim=2), torch.cat([state.x, tokens.v], dim=2)
         layout = ChunkLayout.from_lengths([[z.shape[2]]] * len(z), self.chunk)
         v = self.ttt(x.squeeze(1), layout).to(z.dtype)
@@ -104,6 +117,6 @@ class InPlaceTTT(Memory[InPlaceState]):
         return y[:, read:].unsqueeze(1), InPlaceState(s.unsqueeze(1), z[:, :, opened:], x[:, :, opened:])
 
     def values(self, x: Tensor) -> Tensor:
-        """V of one chunk, [B, 1, C, d]."""
+        """Returns V of one chunk, [B, 1, C, d]."""
         layout = ChunkLayout.from_lengths([[x.shape[2]]] * len(x), x.shape[2])
         return self.ttt(x.squeeze(1), layout).to(x.dtype).unsqueeze(1)

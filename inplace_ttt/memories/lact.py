@@ -1,5 +1,7 @@
-"""LaCT, large-chunk test-time training (Zhang et al., arXiv 2505.23884): a SwiGLU fast weight, updated by
-Muon once a chunk."""
+"""LaCT, large-chunk test-time training (Zhang et al., arXiv 2505.23884).
+
+A SwiGLU fast weight, updated by Muon once per chunk.
+"""
 
 from __future__ import annotations
 
@@ -26,30 +28,36 @@ COEFFICIENTS: dict[Muon, tuple[tuple[float, float, float], ...]] = {
         (2.8366, -3.0525, 1.2012),
     ),
 }
-"""Of each Newton-Schulz step: Muon's quintic, and the five of LaCT's public code, which bring every singular
-value nearer to 1."""
+"""Coefficients of each Newton-Schulz step: Muon's quintic, and the five quintics of LaCT's published code,
+which bring every singular value nearer to 1."""
 
 
 class LaCTState(NamedTuple):
+    """The state of `LaCT`; all weights are [B, H, out, in]."""
+
     weights: Weights
-    """What the open chunk reads and takes its gradients at."""
+    """Weights that the open (unfinished) chunk reads, and at which its gradients are taken."""
     gradients: Weights
-    """Σ rate · ∇ over the open chunk's tokens: all that its update needs of them."""
+    """Σ rate · ∇ over the open chunk's tokens, all that its update needs."""
     filled: int
     """Tokens in the open chunk."""
 
 
 class LaCT(NetworkMemory[LaCTState]):
-    """f(x) = W2 (silu(W1 x) ∘ W3 x), loss −⟨f(k), v⟩; a chunk is applied, then written: W ← norm(W − Muon(Σ
-    η_t ∇_t)).
+    """f(x) = W2 (silu(W1 x) ∘ W3 x), loss −⟨f(k), v⟩, W ← norm(W − Muon(Σ η_t ∇_t)) once per chunk.
 
-    q, k, v go through silu, q and k are then normed. η = softplus(x w + b), three a head and token: one for
-    each matrix. The norm gives every row of W the length it has in the initial weights. Muon is five
-    Newton-Schulz steps. Left out of the paper's options: momentum, and what its layer has around the memory
-    (window attention on the same q, k, v).
+    A chunk is applied, then written. q, k, v pass through silu; q and k are then normalized. η = softplus(x w
+    + b), three numbers per head and token: one for each matrix. The norm gives every row of W the length that
+    it has in the initial weights. Muon is five Newton-Schulz steps. Two things of the paper are left out:
+    momentum, and the parts of its layer around the memory (window attention on the same q, k, v).
 
-    chunk: tokens that are written together. 2,048 to 1M in the paper; a GPU is idle below that.
-    muon: the steps' coefficients, Muon's usual ones or those of LaCT's public code.
+    Args:
+        dim: Width of the tokens.
+        heads: Heads H; dim is a multiple of it.
+        chunk: Tokens that are written together. 2,048 to 1M in the paper; shorter chunks leave a GPU idle.
+        expand: Hidden width of f in multiples of the head's width.
+        base_rate: η at the start of training where x w = 0; above 0.
+        muon: Coefficients of the steps: "usual" are Muon's, "public" those of LaCT's published code.
     """
 
     reads_first = True
@@ -115,7 +123,7 @@ class LaCT(NetworkMemory[LaCTState]):
         return torch.cat(read, dim=2), state
 
     def after(self, state: LaCTState, gradients: Weights, tokens: int) -> LaCTState:
-        """The state with the gradients of some more tokens of the open chunk; the last of them writes it."""
+        """Returns the state after more tokens of the open chunk; the last of `chunk` tokens writes it."""
         total = tuple(sum_ + g for sum_, g in zip(state.gradients, gradients, strict=True))
         if state.filled + tokens < self.chunk:
             return LaCTState(state.weights, total, state.filled + tokens)
@@ -129,8 +137,10 @@ class LaCT(NetworkMemory[LaCTState]):
 def orthogonal(
     g: Tensor, coefficients: Sequence[tuple[float, float, float]] = COEFFICIENTS["usual"]
 ) -> Tensor:
-    """Muon's UVᵀ of g = UΣVᵀ [.., out, in], roughly: Newton-Schulz with the usual coefficients brings Σ into
-    0.7 to 1.2."""
+    """Approximates Muon's UVᵀ of g = UΣVᵀ [.., out, in] by Newton-Schulz steps.
+
+    The usual coefficients bring the singular values Σ into 0.7 to 1.2.
+    """
     wide = g.shape[-2] <= g.shape[-1]
     x = g if wide else g.mT
     x = x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)

@@ -1,5 +1,7 @@
-"""Linear attention: loss −⟨S k, v⟩, one gradient step of size 1 a token, which adds v kᵀ. Theorem 1 of arXiv
-2407.04620."""
+"""Linear attention as a memory: loss −⟨S k, v⟩, one gradient step of size 1 per token, which adds v kᵀ.
+
+This is Theorem 1 of arXiv 2407.04620.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,13 @@ from .protocol import Tokens, chunks, gradient
 
 
 class LinearAttention(MatrixMemory):
-    """The state is a matrix S [B, H, d, d], zero at the start. No feature map, no normaliser, no decay."""
+    """S ← S + v kᵀ without feature map, normalization or decay; S [B, H, d, d] is zero at the start.
+
+    Args:
+        dim: Width of the tokens.
+        heads: Heads H; dim is a multiple of it.
+        chunk: Tokens per chunk of the parallel form.
+    """
 
     def __init__(self, dim: int, heads: int = 1, chunk: int = 64) -> None:
         super().__init__(dim, heads, chunk)
@@ -24,7 +32,7 @@ class LinearAttention(MatrixMemory):
         return state - gradient(lambda s: -(token.k @ s.mT * token.v), state)
 
     def parallel(self, state: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """A prefix sum over chunks; inside a chunk, causal attention without softmax."""
+        """Computes a prefix sum over chunks; inside a chunk, causal attention without softmax."""
         read = []
         for q, k, v, _ in chunks(tokens, self.chunk):
             read.append(q @ state.mT + torch.tril(q @ k.mT) @ v)

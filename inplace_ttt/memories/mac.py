@@ -1,8 +1,8 @@
-"""Titans' memory as context (MAC), after arXiv 2501.00663 §4.1 and its public proof of concept on series of
-numbers.
+"""Titans' memory as context (MAC): arXiv 2501.00663 §4.1 and its published proof of concept on number series.
 
-A segment of C tokens is answered from what the memory recalls for it, from persistent tokens and from itself;
-what comes out is written. What lies further back than C tokens can reach the answer through the memory alone.
+The answer to a segment of C tokens depends on the memory's reads for it, on persistent tokens and on the
+segment itself. The segment's output is then written. Only the memory can carry tokens from more than C tokens
+back.
 """
 
 from __future__ import annotations
@@ -20,12 +20,20 @@ from .titans import Titans, TitansState
 class MACLayer(nn.Module):
     """h = M(q(x)); y = FC(silu(Attn([h ‖ p ‖ x]))); M learns y; output y ⊙ σ(M(q(y))).
 
-    p: the persistent tokens, learnt. Attn: transformer encoder layers without positions or mask, so that only
-        what follows
-    the segment may be predicted from it. FC: one linear map from all 2C + N_p tokens to C; it is the proof of
-    concept's, not the paper's, and all that tells the tokens' places. M reads every token of y after that
-    token's own update; its queries and answers are not mapped again (no output projection). memory: options
-    of `Titans`.
+    p are the persistent tokens, which are learned. Attn are transformer encoder layers without positions or
+    mask, so a model may predict only tokens after the segment, never tokens in it. FC is one linear map from
+    all 2C + N_p tokens to C. It comes from the proof of concept, not from the paper, and it alone
+    distinguishes the tokens' places. M reads every token of y after that token's own update. Its queries and
+    reads are not mapped again (no output projection).
+
+    Args:
+        dim: Width of the tokens.
+        segment: C, tokens per segment.
+        heads: Attention heads.
+        persistent: N_p, the number of persistent tokens.
+        encoder_layers: Layers of Attn.
+        feedforward: Hidden width of Attn's MLPs.
+        **memory: Options of `Titans`.
     """
 
     def __init__(
@@ -46,7 +54,7 @@ class MACLayer(nn.Module):
         self.mix = nn.Linear((2 * segment + persistent) * dim, segment * dim)
 
     def forward(self, x: Tensor, state: TitansState | None = None) -> tuple[Tensor, TitansState]:
-        """A segment [B, C, dim] → its output and the memory's state after it."""
+        """Maps a segment [B, C, dim] to its output [B, C, dim] and the memory's state after it."""
         state = self.memory.initial_state(len(x)) if state is None else state
         context = [self.memory.recall(x, state), self.persistent.expand(len(x), -1, -1), x]
         y = self.mix(F.silu(self.attention(torch.cat(context, dim=1))).flatten(1)).view_as(x)
@@ -55,9 +63,19 @@ class MACLayer(nn.Module):
 
 
 class MACModel(nn.Module):
-    """Predicts what follows a series: all of its segments but the last only write, the last one answers.
+    """Predicts the element that follows a series. All segments are written; the last one gives the answer.
 
-    width: numbers in an element. segment: C, elements in a segment, also the chunk of the memory's gradients.
+    Args:
+        width: Numbers per element.
+        dim: Width of the tokens.
+        segment: C, elements per segment; also the chunk of the memory's gradients.
+        layers: Number of `MACLayer`s.
+        heads: Attention heads.
+        persistent: Persistent tokens per layer.
+        encoder_layers: Encoder layers per layer.
+        feedforward: Hidden width of the encoder's MLPs.
+        memory_layers: Layers of the memory's M.
+        **memory: Further options of `Titans`.
     """
 
     def __init__(
@@ -85,7 +103,10 @@ class MACModel(nn.Module):
         self.answer = nn.Linear(segment * dim, width)
 
     def step(self, x: Tensor, states: list[TitansState | None]) -> tuple[Tensor, list[TitansState | None]]:
-        """One segment [B, C, width] → the element that follows it [B, width], and every layer's state."""
+        """Maps a segment [B, C, width] to the element that follows it, [B, width], and all states.
+
+        states: one per layer, or None before the first segment.
+        """
         x, after = F.silu(self.embed(x)), list(states)
         for i, layer in enumerate(self.layers):
             y, after[i] = layer(x, states[i])
@@ -93,8 +114,11 @@ class MACModel(nn.Module):
         return self.answer(x.flatten(1)), after
 
     def forward(self, x: Tensor) -> Tensor:
-        """The element that follows x [B, T, width]: [B, width]. Segments end with x; what is left over at the
-        front is not read."""
+        """Returns the element [B, width] that follows x [B, T, width].
+
+        Segments are counted from the end of x. The first T mod C elements are not read. Raises
+        InPlaceTTTError if T < C.
+        """
         segments = x.shape[1] // self.segment
         if not segments:
             raise InPlaceTTTError(
@@ -106,18 +130,26 @@ class MACModel(nn.Module):
         return answer
 
     def every_next(self, x: Tensor, phases: Tensor | None = None) -> Tensor:
-        """`forward` of x[:, :t] for each t from C to T − 1 at once: [B, T − C, width].
+        """Computes `forward` of x[:, :t] for each t from C to T − 1 in one pass.
 
-        Prefixes whose lengths differ by C share their segments, so C streams, side by side in the batch, make
-        them all.
-        phases: only the t with (t mod C) among these numbers below C, in order; the answers are [B, ⌈(T − C)
-            / C⌉, n, width],
-        where those of t ≥ T are to be ignored.
+        Prefixes whose lengths differ by C share their segments. So C streams, side by side in the batch,
+        compute them all.
+
+        Args:
+            x: A series [B, T, width], T > C.
+            phases: Numbers below C, in order: only the t with (t mod C) among them. None: every t.
+
+        Returns:
+            [B, T − C, width]; with `phases` [B, ⌈(T − C) / C⌉, n, width], whose entries for t ≥ T must be
+            ignored.
+
+        Raises:
+            InPlaceTTTError: If T ≤ C.
         """
         batch, length, width = x.shape
         if length <= self.segment:
             raise InPlaceTTTError(
-                f"a series of {length} has nothing behind a segment of {self.segment}; give a longer one."
+                f"a series of {length} must be longer than a segment of {self.segment}; give a longer one."
             )
         padded = F.pad(x[:, :-1], (0, 0, 0, -length % self.segment))
         # [B, segments, phases, C, width]
@@ -133,7 +165,7 @@ class MACModel(nn.Module):
 
 
 def encoder(dim: int, heads: int, layers: int, feedforward: int) -> nn.Sequential:
-    """Transformer encoder layers without dropout, SiLU inside."""
+    """Builds transformer encoder layers without dropout, with SiLU."""
     return nn.Sequential(
         *(
             nn.TransformerEncoderLayer(

@@ -1,5 +1,4 @@
-"""What the memories whose state is one matrix share: where it starts, how it is read, and
-flash-linear-attention on a GPU."""
+"""The base of memories whose state is one matrix: start, read, and flash-linear-attention on a GPU."""
 
 from __future__ import annotations
 
@@ -13,10 +12,10 @@ from .protocol import HeadMemory, Tokens
 
 
 class MatrixMemory(HeadMemory[Tensor]):
-    """The state is a matrix S [B, H, d, d], zero at the start, and answers S q.
+    """A memory whose state is a matrix S [B, H, d, d], zero at the start; it reads S q.
 
-    `kernel` names the function of flash-linear-attention that computes the same; it is called where that
-    package is installed and x is in half precision on CUDA.
+    `kernel` is the name of the function of flash-linear-attention that computes the same. It is called if
+    that package is installed and x is in half precision on CUDA.
     """
 
     kernel: ClassVar[str | None] = None
@@ -37,8 +36,10 @@ class MatrixMemory(HeadMemory[Tensor]):
 
 
 def flash(kernel: str, tokens: Tokens, state: Tensor) -> tuple[Tensor, Tensor]:
-    """One of flash-linear-attention's chunked forms; it keeps tokens as [B, n, H, d] and the state
-    transposed, [key, value]."""
+    """Calls one of flash-linear-attention's chunked forms.
+
+    That package stores tokens as [B, n, H, d] and the state transposed, [key, value].
+    """
     import fla.ops
 
     q, k, v, rates = (x.transpose(1, 2) for x in tokens)

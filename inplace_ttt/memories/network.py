@@ -1,9 +1,8 @@
-"""What the memories whose state is a fast network share: the gradient at a chunk's start, token by token or
-in dual form.
+"""The base of memories whose state is a fast network: gradients at a chunk's start, primal or in dual form.
 
-The gradient of one token's loss in a linear map z = W x has rank one, e xᵀ with e = ∂loss/∂z. So weights that
-have taken steps c_s from W are never built to be read: W_t x = W x − Σ_{s≤t} c_s e_s ⟨x_s, x⟩, three products
-for a whole chunk.
+The gradient of one token's loss in a linear map z = W x has rank one: e xᵀ with e = ∂loss/∂z. So weights that
+have taken steps c_s from W can be read without being computed: W_t x = W x − Σ_{s≤t} c_s e_s ⟨x_s, x⟩. That
+is three products for a full chunk.
 """
 
 from __future__ import annotations
@@ -17,46 +16,54 @@ from torch import Tensor, nn
 from .protocol import HeadMemory, State, Tokens, Weights, gradient
 
 LinearMap = Callable[[Tensor], Tensor]
-"""x [B, H, n, in] → [B, H, n, out]: a matrix, or in dual form a matrix for each token."""
+"""Maps x [B, H, n, in] to [B, H, n, out], by one matrix or in dual form by one matrix per token."""
 Step = tuple[Tensor, Tensor]
 """For n tokens, the input x [B, H, n, in] of a linear map and the loss's gradient e [B, H, n, out] at its
 output."""
 
 
 class NetworkMemory(HeadMemory[State]):
-    """A fast network `f` with learnt initial weights, and the loss of f(k) against v. Loss ‖f(k) − v‖² unless
-    overridden.
+    """A fast network `f` with learned initial weights, and the loss of f(k) against v.
 
-    chunk: tokens whose gradients are all taken at the weights that the chunk starts from.
+    The loss is ‖f(k) − v‖² unless overridden.
+
+    Args:
+        dim: Width of the tokens.
+        heads: Heads H; dim is a multiple of it.
+        chunk: Tokens whose gradients are all taken at the weights of the chunk's start.
+        shapes: (out, in) of each linear map of f.
+        std: Standard deviation of the initial weights; None: 1/√in.
     """
 
     def __init__(
         self, dim: int, heads: int, chunk: int, shapes: Sequence[tuple[int, int]], std: float | None = None
     ) -> None:
         super().__init__(dim, heads, chunk)
-        # [out, in], N(0, 1/in) unless std is given.
+        # [H, out, in], N(0, 1/in) unless std is given
         self.initial = nn.ParameterList(
             nn.init.normal_(torch.empty(heads, *shape), std=std or shape[1] ** -0.5) for shape in shapes
         )
 
     @abstractmethod
     def f(self, maps: Sequence[LinearMap], x: Tensor) -> Tensor:
-        """The network on x [B, H, n, d], whose linear maps are given."""
+        """Applies the network, whose linear maps are given, to x [B, H, n, d]."""
 
     def loss(self, y: Tensor, v: Tensor) -> Tensor:
-        """The loss of y = f(k) against v, not yet summed."""
+        """Returns the loss of y = f(k) against v, not yet summed."""
         return (y - v) ** 2
 
     def initial_weights(self, batch: int) -> Weights:
         return self.learnt(batch, *self.initial)
 
     def gradients(self, weights: Weights, token: Tokens) -> Weights:
-        """∇ of one token's loss, by autograd. The primal form takes its steps with it."""
+        """Returns ∇ of one token's loss, by autograd. The primal form uses it for its steps."""
         return gradient(lambda w: self.loss(self.f(fixed(w), token.k), token.v), weights)
 
     def steps(self, weights: Weights, tokens: Tokens) -> list[Step]:
-        """Every token's x and e, for each linear map, all at the same weights. The dual form takes its steps
-        with them."""
+        """Returns every token's x and e for each linear map, all at the same weights.
+
+        The dual form uses them for its steps.
+        """
         differentiable = torch.is_grad_enabled()
         inputs, outputs = [], []
 
@@ -77,27 +84,33 @@ class NetworkMemory(HeadMemory[State]):
 
 
 def fixed(weights: Weights) -> list[LinearMap]:
-    """The maps of weights that are the same for every token."""
+    """Returns the maps of weights that are the same for every token."""
     return [lambda x, w=w: x @ w.mT for w in weights]  # type: ignore[misc]
 
 
 def moved(start: Tensor, steps: Tensor, scale: Tensor) -> LinearMap:
-    """The map whose weight at token t is start − scale_t · steps; both [B, H, out, in], scale [n, 1]."""
+    """Returns the map whose weight at token t is start − scale_t · steps.
+
+    start and steps are [B, H, out, in], scale is [n, 1].
+    """
     return lambda x: x @ start.mT - scale * (x @ steps.mT)
 
 
 def stepped(base: LinearMap, step: Step, mix: Tensor) -> LinearMap:
-    """The map whose weight at token t has taken the steps mix[t, s] of the tokens s; mix [B, H, n, n]."""
+    """Returns the map whose weight at token t has taken the steps mix[t, s] of the tokens s.
+
+    mix is [B, H, n, n].
+    """
     inputs, errors = step
     return lambda x: base(x) - ((x @ inputs.mT) * mix) @ errors
 
 
 def taken(step: Step, rates: Tensor) -> Tensor:
-    """Σ_s rate_s e_s x_sᵀ [B, H, out, in], the sum of the steps; rates [B, H, n, 1]."""
+    """Returns Σ_s rate_s e_s x_sᵀ [B, H, out, in], the sum of the steps; rates [B, H, n, 1]."""
     inputs, errors = step
     return (rates * errors).mT @ inputs
 
 
 def _normal(x: Tensor) -> Tensor:
-    """Autograd cannot use what was made under torch.inference_mode()."""
+    """Returns a copy of a tensor made under torch.inference_mode(), which autograd cannot use; else x."""
     return x.clone() if x.is_inference() else x

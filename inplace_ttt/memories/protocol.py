@@ -1,5 +1,7 @@
-"""The one frame: a memory has a state, an update rule (learn that key k stands for value v) and a query rule
-(read with q)."""
+"""The common interface: a memory has a state, an update rule and a query rule.
+
+The update learns to map key k to value v. The query reads with q.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,14 @@ Weights = tuple[Tensor, ...]
 
 
 class Tokens(NamedTuple):
-    """What a memory is told of n tokens: q, k and v [B, H, n, d], rates [B or 1, H or 1, n, r] of the update,
-    if it has any."""
+    """The inputs of a memory for n tokens.
+
+    Attributes:
+        q: Queries [B, H, n, d].
+        k: Keys [B, H, n, d].
+        v: Values [B, H, n, d].
+        rates: Rates of the update [B or 1, H or 1, n, r]; r = 0 for an update without rates.
+    """
 
     q: Tensor
     k: Tensor
@@ -33,55 +41,70 @@ class Tokens(NamedTuple):
 
 
 class Memory(nn.Module, ABC, Generic[State]):
-    """A layer x [B, T, dim] → y [B, T, dim] that carries a state, which is a value: passed in, handed out,
-    never kept.
+    """A layer x [B, T, dim] → y [B, T, dim] whose state is a value: passed in and returned, never stored.
 
-    A system says what `tokens` it makes of x, what `initial_state` is, how one token makes the `update`, how
-    a `query` reads, and its `parallel` form. `primal`, token by token, is the law. The layer itself is the
-    parallel form, over any length; called on pieces of a sequence with the state handed on, it is the
-    streaming form, and a piece may end
-    anywhere: the state carries what an open chunk needs.
+    A system implements six methods: `tokens` (the memory's inputs from x), `initial_state`, `update` (one
+    token), `query`, `parallel`, and `output`. `primal`, token by token, is the law.
+
+    The layer itself is the parallel form, over any length. It is also the streaming form: call it on
+    consecutive pieces of a sequence and pass the state on. A piece may end anywhere, because the state
+    carries the data of the open (unfinished) chunk.
 
     The state and all arithmetic on it are float32 (float64 for float64 inputs).
     """
 
     reads_first: ClassVar[bool] = False
-    """Whether a token is read before its own update (apply, then update) or after it."""
+    """True if a token is read before its own update (apply, then update), False if after it."""
 
     @abstractmethod
     def initial_state(self, batch: int) -> State:
-        """The state before the first token. Gradients flow into its learnt part."""
+        """Returns the state before the first token. Gradients flow into its learned part."""
 
     @abstractmethod
     def tokens(self, x: Tensor) -> Tokens:
-        """What the memory is told of x [B, T, dim]."""
+        """Returns the memory's inputs for x [B, T, dim]."""
 
     @abstractmethod
     def update(self, state: State, token: Tokens) -> State:
-        """The state after one token (n = 1)."""
+        """Returns the state after one token (n = 1)."""
 
     @abstractmethod
     def query(self, state: State, q: Tensor) -> Tensor:
-        """What the state answers to q [B, H, n, d]: [B, H, n, d]."""
+        """Returns the state's reads [B, H, n, d] for queries q [B, H, n, d]."""
 
     @abstractmethod
     def parallel(self, state: State, tokens: Tokens) -> tuple[Tensor, State]:
-        """What n tokens read, [B, H, n, d], and the state after them."""
+        """Returns the reads of n tokens, [B, H, n, d], and the state after them."""
 
     @abstractmethod
     def output(self, y: Tensor) -> Tensor:
-        """What is read, [B, H, T, d], as the layer's output [B, T, dim]."""
+        """Maps the reads [B, H, T, d] to the layer's output [B, T, dim]."""
 
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        """The layer's output [B, T, dim] and the state after it."""
+        """Computes the layer's output and the state after it, in the parallel form.
+
+        Args:
+            x: Inputs [B, T, dim], at least one token.
+            state: The state before x; None starts from `initial_state`.
+
+        Returns:
+            The output [B, T, dim] in x's dtype, and the state after the last token.
+
+        Raises:
+            InPlaceTTTError: If x is not [B, T, dim] with at least one token, or its batch size differs from
+                the state's.
+        """
         return self._run(self.parallel, x, state)
 
     def primal(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        """The law: `forward` token by token, with every gradient of the update by autograd."""
+        """Computes `forward` token by token, with every gradient of the update by autograd: the law.
+
+        Arguments and results as in `forward`.
+        """
         return self._run(self._token_by_token, x, state)
 
     def recall(self, x: Tensor, state: State) -> Tensor:
-        """What the state answers to x [B, T, dim], with nothing written."""
+        """Returns the state's reads for x [B, T, dim] as the layer's output, [B, T, dim]; writes nothing."""
         _refuse_other_batch(x, state)
         q = self.tokens(x).q
         with without_autocast(x.device):
@@ -113,8 +136,10 @@ class Memory(nn.Module, ABC, Generic[State]):
 
 
 class HeadMemory(Memory[State]):
-    """A memory with heads: linear maps of x give q, k and v, one maps what all heads read to the output; none
-    has a bias."""
+    """A memory with heads.
+
+    Linear maps of x without bias give q, k and v. Another maps the reads of all heads to the output.
+    """
 
     def __init__(self, dim: int, heads: int, chunk: int) -> None:
         super().__init__()
@@ -126,50 +151,52 @@ class HeadMemory(Memory[State]):
         return q, k, v
 
     def split(self, x: Tensor) -> Tensor:
-        """[B, T, H·d] → [B, H, T, d]."""
+        """Reshapes [B, T, H·d] to [B, H, T, d]."""
         return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
     def output(self, y: Tensor) -> Tensor:
         return self.to_out(y.transpose(1, 2).flatten(2))
 
     def zeros(self, batch: int, *shape: int) -> Tensor:
-        """Zeros [B, H, *shape] where the parameters are, in the state's dtype."""
+        """Returns zeros [B, H, *shape] on the parameters' device, in the state's dtype."""
         like = self.to_q.weight
         return like.new_zeros(batch, self.heads, *shape, dtype=state_dtype(like.dtype))
 
     def learnt(self, batch: int, *weights: Tensor) -> Weights:
-        """Parameters [H, out, in] as the weights of every sequence, in the state's dtype."""
+        """Expands parameters [H, out, in] to the weights of every sequence, in the state's dtype."""
         return tuple(w.to(state_dtype(w.dtype)).expand(batch, *w.shape) for w in weights)
 
 
 def head_width(dim: int, heads: int) -> int:
-    """The width of a head, refused where dim does not divide into heads."""
+    """Returns the width of a head. Raises InPlaceTTTError if dim is not a multiple of heads."""
     if dim < 1 or heads < 1 or dim % heads:
         raise InPlaceTTTError(f"dim {dim} does not divide into {heads} heads; choose heads that divide it.")
     return dim // heads
 
 
 def chosen(name: str, value: Any, *known: str) -> None:
-    """Refuse an option whose value is none of the known ones."""
+    """Raises InPlaceTTTError if an option's value is not one of the known ones."""
     if value not in known:
         raise InPlaceTTTError(f"{name} must be {' or '.join(map(repr, known))}, got {value!r}.")
 
 
 def checked(chunk: int) -> int:
-    """A chunk's length, refused below 1."""
+    """Returns a chunk's length. Raises InPlaceTTTError if it is below 1."""
     if not isinstance(chunk, int) or chunk < 1:
         raise InPlaceTTTError(f"a chunk (or mini-batch) must hold at least 1 token, got {chunk}.")
     return chunk
 
 
 def gradient(loss: Callable[..., Tensor], weights: Any) -> Any:
-    """∇ of the summed loss in `weights`, by autograd, and itself differentiable."""
+    """Returns ∇ of the summed loss at `weights`, by autograd; the result is differentiable."""
     return torch.func.grad(lambda w: loss(w).sum())(weights)
 
 
 def chunks(tokens: Tokens, size: int, filled: int = 0) -> Iterator[Tokens]:
-    """The tokens in pieces that end where chunks of `size` do; `filled` tokens of the first chunk came
-    before."""
+    """Yields the tokens in pieces that end where chunks of `size` tokens end.
+
+    filled: tokens of the first chunk that came before.
+    """
     start, length = 0, tokens.q.shape[2]
     while start < length:
         stop = min(start + size - filled, length)
@@ -178,8 +205,10 @@ def chunks(tokens: Tokens, size: int, filled: int = 0) -> Iterator[Tokens]:
 
 
 def _refuse_other_batch(x: Tensor, state: Any) -> None:
-    """A state of one sequence would be read by every row, and one of several would make as many rows of
-    one."""
+    """Raises InPlaceTTTError if the state's batch size differs from x's.
+
+    Broadcasting would otherwise let every row read one sequence's state, or turn one row into several.
+    """
     rows = {leaf.shape[0] for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor)}
     if rows - {len(x)}:
         raise InPlaceTTTError(
@@ -188,10 +217,10 @@ def _refuse_other_batch(x: Tensor, state: Any) -> None:
 
 
 def detached(state: State) -> State:
-    """The same state without its history, for truncated backpropagation."""
+    """Returns the state without its autograd history, for truncated backpropagation."""
     return pytree.tree_map_only(Tensor, Tensor.detach, state)
 
 
 def state_bytes(state: Any) -> int:
-    """Bytes that a state takes."""
+    """Returns the bytes of a state's tensors."""
     return sum(x.numel() * x.element_size() for x in pytree.tree_leaves(state) if isinstance(x, Tensor))

@@ -1,5 +1,4 @@
-"""The neural memory of Titans (Behrouz et al., arXiv 2501.00663): a fast MLP with momentum and weight
-decay."""
+"""Titans' neural memory (Behrouz et al., arXiv 2501.00663): a fast MLP with momentum and decay."""
 
 from __future__ import annotations
 
@@ -18,8 +17,10 @@ from .protocol import Tokens, Weights, chunks, head_width
 
 
 class TitansState(NamedTuple):
+    """The state of `Titans`; all weights are [B, H, out, in]."""
+
     start: Weights
-    """M at the start of the open chunk, where its gradients are taken."""
+    """M at the start of the open (unfinished) chunk, where its gradients are taken."""
     now: Weights
     """M after the last token."""
     surprise: Weights
@@ -32,11 +33,20 @@ class Titans(NetworkMemory[TitansState]):
     """S ← η S − θ ∇‖M(k) − v‖², M ← (1 − α) M + S; reads M(q) after the token's own update.
 
     k = norm(silu(x W_K)), v = silu(x W_V), q = norm(silu(x W_Q)). M is W x (layers = 1) or W2 silu(W1 x) with
-    a hidden width of 2d (layers = 2), without bias. Gradients are taken at the start of the chunk, decay and
-    momentum act at every token (§3.2). The paper leaves the initial M open; here it is learnt, as W0 is in
-    TTT.
+    a hidden width of 2d (layers = 2), without bias. Gradients are taken at the weights of the chunk's start.
+    Decay and momentum act at every token (§3.2). The paper does not specify the initial M; here it is
+    learned, as W0 is in TTT.
 
-    data_dependent: α, η and θ are σ(x w + b), a number a head, and start as the constants that are given.
+    Args:
+        dim: Width of the tokens.
+        heads: Heads H; dim is a multiple of it.
+        layers: Layers of M, 1 or 2.
+        chunk: Tokens whose gradients are taken at the same weights.
+        alpha: α, the decay per token, 0 to 1.
+        eta: η, the momentum, 0 to 1.
+        theta: θ, the step size, 0 or more.
+        data_dependent: True makes α, η and θ equal to σ(x w + b), one number per head. They start at the
+            given constants, which must then lie strictly between 0 and 1.
     """
 
     def __init__(
@@ -75,7 +85,7 @@ class Titans(NetworkMemory[TitansState]):
 
     def tokens(self, x: Tensor) -> Tokens:
         q, k, v = (F.silu(part) for part in self.qkv(x))
-        dtype = state_dtype(x.dtype)  # in half precision a momentum of 0.999 is 1
+        dtype = state_dtype(x.dtype)  # a momentum of 0.999 rounds to 1 in bfloat16
         if self.to_rates is None:
             rates = x.new_tensor(self.rates, dtype=dtype).expand(1, 1, x.shape[1], 3)
         else:
@@ -99,8 +109,10 @@ class Titans(NetworkMemory[TitansState]):
         return self.f(fixed(state.now), q)
 
     def parallel(self, state: TitansState, tokens: Tokens) -> tuple[Tensor, TitansState]:
-        """Dual form, a chunk at a time; what the rates do to M and S within it is known before any gradient
-        is."""
+        """Computes the dual form, one chunk at a time.
+
+        The rates' effect on M and S within a chunk does not depend on the gradients.
+        """
         read = []
         for part in chunks(tokens, self.chunk, state.filled):
             steps = self.steps(state.start, part)
@@ -125,25 +137,27 @@ class Titans(NetworkMemory[TitansState]):
 
 
 class Unrolled(NamedTuple):
-    """X_t = of_memory[t] M + of_surprise[t] S − Σ_s steps[t, s] ∇_s for the tokens t of a chunk; [.., n, 1]
-    and [.., n, n]."""
+    """X_t = of_memory[t] M + of_surprise[t] S − Σ_s steps[t, s] ∇_s for the tokens t of a chunk.
+
+    of_memory and of_surprise are [.., n, 1], steps is [.., n, n].
+    """
 
     of_memory: Tensor
     of_surprise: Tensor
     steps: Tensor
 
     def base(self, memory: Tensor, surprise: Tensor) -> LinearMap:
-        """X_t x without the steps."""
+        """Returns the map x → X_t x without the steps."""
         return lambda x: self.of_memory * (x @ memory.mT) + self.of_surprise * (x @ surprise.mT)
 
     def last(self, memory: Tensor, surprise: Tensor, step: Step) -> Tensor:
-        """X after the chunk's last token."""
+        """Returns X after the chunk's last token."""
         of_memory, of_surprise, steps = (x[..., -1:, :] for x in self)
         return of_memory * memory + of_surprise * surprise - taken(step, steps.mT)
 
 
 def unrolled(rates: Tensor) -> tuple[Unrolled, Unrolled]:
-    """M and S at every token of a chunk, from its α, η and θ [.., n, 3]."""
+    """Returns M and S at every token of a chunk as `Unrolled`, from its α, η and θ [.., n, 3]."""
     alpha, eta, theta = rates.split(1, dim=-1)
     decay, momentum = products(1 - alpha), products(eta)
     surprise = Unrolled(torch.zeros_like(eta), eta.cumprod(dim=-2), momentum * theta.mT)
@@ -153,7 +167,7 @@ def unrolled(rates: Tensor) -> tuple[Unrolled, Unrolled]:
 
 
 def products(factors: Tensor) -> Tensor:
-    """Π of the factors after s and up to t, for t ≥ s, else 0: [.., n, 1] → [.., n, n]."""
+    """Returns the product of the factors after s and up to t for t ≥ s, else 0: [.., n, 1] → [.., n, n]."""
     n = factors.shape[-2]
     after = torch.ones(n, n, dtype=torch.bool, device=factors.device).tril(-1)
     return torch.where(after, factors, 1.0).cumprod(dim=-2).tril()

@@ -19,28 +19,37 @@ Form = Literal["paper", "public"]
 
 
 class TTTState(NamedTuple):
+    """The state of `TTT`; all weights are [B, H, out, in]."""
+
     start: Weights
-    """The weights at the start of the open mini-batch, where its gradients are taken."""
+    """The weights at the start of the open (unfinished) mini-batch, where its gradients are taken."""
     steps: Weights
-    """Σ η(x_s) ∇_s over the open mini-batch's tokens s, zeros without any."""
+    """Σ η(x_s) ∇_s over the open mini-batch's tokens s, zero before the first."""
     filled: int
     """Tokens in the open mini-batch."""
 
 
 class TTT(NetworkMemory[TTTState]):
-    """W_t = W' − c_t Σ_s η(x_s) ∇‖f(θ_K x_s; W') − θ_V x_s‖² over the tokens s ≤ t of t's mini-batch; reads
-    f(θ_Q x_t; W_t).
+    """W_t = W' − c_t Σ_s η(x_s) ∇‖f(θ_K x_s; W') − θ_V x_s‖²; reads f(θ_Q x_t; W_t).
 
-    W' are the weights at the mini-batch's start, η(x) = eta_base · σ(θ_lr x) a number a head, and c_t = 1.
+    The sum is over the tokens s ≤ t of t's mini-batch. W' are the weights at the mini-batch's start. η(x) =
+    eta_base · σ(θ_lr x) is one number per head, and c_t = 1.
 
-    mini_batch: tokens b whose gradients are taken together. At b ≥ T this is batch gradient descent.
-    learnt_rate, residual_norm: off, η = eta_base and f has neither LN nor residual. Rows of the paper's
-        ablation.
-    form: "paper" is its text. "public" has what its public code has besides: η is divided by twice the head's
-        width d, the token at place i ∈ 0…b−1 of a mini-batch has c_t = 1/(i + 1) + a learnt number, at least
-        0, q and k are rotated by i (RoPE, base 10,000), the maps of f have biases that learn as their weights
-        do, and what is read is normed (LN) before the output map. Both forms stand for the layer alone: the
-        code's convolutions and gate belong to its backbone.
+    The form "public" adds the parts that only the published code has. η is divided by twice the head's width
+    d. The token at place i ∈ 0…b−1 of a mini-batch has c_t = 1/(i + 1) + a learned number, at least 0. q and
+    k are rotated by i (RoPE, base 10,000). The maps of f have biases that learn as their weights do. A layer
+    norm (LN) precedes the output map. Both forms are the layer alone: the code's convolutions and gate belong
+    to its backbone.
+
+    Args:
+        dim: Width of the tokens.
+        heads: Heads H; dim is a multiple of it.
+        mini_batch: b, tokens whose gradients are taken together. At b ≥ T this is batch gradient descent.
+        shapes: (out, in) of each linear map of f.
+        eta_base: Largest rate, 0 or more.
+        learnt_rate: False sets η = eta_base. A row of the paper's ablation.
+        residual_norm: False leaves LN and the residual out of f. A row of the paper's ablation.
+        form: "paper" is the paper's text, "public" the published code.
     """
 
     def __init__(
@@ -76,7 +85,7 @@ class TTT(NetworkMemory[TTTState]):
                 )
             self.eta_base = eta_base / (2 * self.head_dim)
             for weight in self.initial:
-                nn.init.zeros_(weight[..., -1])  # the biases: `f` puts a 1 behind what its maps read
+                nn.init.zeros_(weight[..., -1])  # the biases: `mapped` appends a 1 to each input
             self.learnt_scale = nn.Parameter(torch.zeros(mini_batch))
             self.read_norm = nn.LayerNorm(dim, eps=1e-6)
 
@@ -84,7 +93,7 @@ class TTT(NetworkMemory[TTTState]):
         return self.opened(self.initial_weights(batch))
 
     def opened(self, start: Weights) -> TTTState:
-        """The state at the start of a mini-batch."""
+        """Returns the state at the start of a mini-batch with weights `start`."""
         return TTTState(start, tuple(torch.zeros_like(w) for w in start), 0)
 
     def tokens(self, x: Tensor) -> Tokens:
@@ -98,7 +107,7 @@ class TTT(NetworkMemory[TTTState]):
         return Tokens(q, k, v, self.eta_base * rates)
 
     def scales(self, places: Tensor) -> Tensor:
-        """c of some places of the mini-batch [n]: [n, 1]."""
+        """Returns c [n, 1] for places [n] of the mini-batch."""
         plain = torch.ones(len(places), 1, dtype=state_dtype(self.to_q.weight.dtype), device=places.device)
         return (
             (plain / (places + 1)[:, None] + self.learnt_scale[places][:, None]).clamp_min(0)
@@ -107,7 +116,7 @@ class TTT(NetworkMemory[TTTState]):
         )
 
     def placed(self, x: Tensor, places: Tensor) -> Tensor:
-        """x [B, H, n, d], pairs of channels rotated by the tokens' places, [n], or [1] for all."""
+        """Rotates pairs of channels of x [B, H, n, d] by the tokens' places, [n], or [1] for all tokens."""
         if not self.public:
             return x
         pairs = torch.arange(0, x.shape[-1], 2, device=x.device, dtype=x.dtype)
@@ -116,22 +125,22 @@ class TTT(NetworkMemory[TTTState]):
         return torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1).flatten(-2)
 
     def mapped(self, linear: LinearMap, x: Tensor) -> Tensor:
-        """One of f's linear maps of x [B, H, n, in]."""
+        """Applies one of f's linear maps to x [B, H, n, in]."""
         return linear(F.pad(x, (0, 1), value=1.0) if self.public else x)
 
     def residual(self, x: Tensor, z: Tensor) -> Tensor:
-        """x + LN(z)."""
+        """Returns x + LN(z)."""
         if self.norm is None:
             return z
         weight, bias = self.norm
         return x + F.layer_norm(z, z.shape[-1:], eps=1e-6) * weight + bias
 
     def places(self, first: int, tokens: int = 1) -> Tensor:
-        """Of so many tokens in their mini-batch, [n]."""
+        """Returns the places [n] of `tokens` tokens in their mini-batch, from `first` on."""
         return torch.arange(first, first + tokens, device=self.to_q.weight.device)
 
     def now(self, state: TTTState) -> Weights:
-        """The weights after the last token."""
+        """Returns the weights after the last token."""
         if not state.filled:
             return state.start
         scale = self.scales(self.places(state.filled - 1))
@@ -144,11 +153,14 @@ class TTT(NetworkMemory[TTTState]):
         return self.after(state, tuple(token.rates * g for g in gradients), 1)
 
     def query(self, state: TTTState, q: Tensor) -> Tensor:
-        """What the weights after the last token answer; every q stands at that token's place."""
+        """Returns the reads of the weights after the last token; every q gets that token's place."""
         return self.f(fixed(self.now(state)), self.placed(q, self.places((state.filled - 1) % self.chunk)))
 
     def parallel(self, state: TTTState, tokens: Tokens) -> tuple[Tensor, TTTState]:
-        """Dual form, a mini-batch at a time: f reads every map with the steps of the tokens up to its own."""
+        """Computes the dual form, one mini-batch at a time.
+
+        f reads every map with the steps of the tokens up to its own.
+        """
         read = []
         for part in chunks(tokens, self.chunk, state.filled):
             n = part.k.shape[2]
@@ -171,7 +183,7 @@ class TTT(NetworkMemory[TTTState]):
         return torch.cat(read, dim=2), state
 
     def after(self, state: TTTState, steps: Weights, tokens: int) -> TTTState:
-        """The state after some more tokens of the open mini-batch; the last of them closes it."""
+        """Returns the state after more tokens of the open mini-batch; the last of b tokens closes it."""
         total = tuple(s + new for s, new in zip(state.steps, steps, strict=True)) if state.filled else steps
         if state.filled + tokens < self.chunk:
             return TTTState(state.start, total, state.filled + tokens)
@@ -184,7 +196,7 @@ class TTT(NetworkMemory[TTTState]):
 
 
 class TTTLinear(TTT):
-    """f(x) = x + LN(W x), W [d, d]."""
+    """f(x) = x + LN(W x), W [d, d]; arguments as in `TTT`."""
 
     def __init__(
         self,
@@ -204,7 +216,10 @@ class TTTLinear(TTT):
 
 
 class TTTMLP(TTT):
-    """f(x) = x + LN(W2 gelu(W1 x)), W1 [4d, d] and W2 [d, 4d]. The public code has gelu's tanh form."""
+    """f(x) = x + LN(W2 gelu(W1 x)), W1 [4d, d] and W2 [d, 4d]; arguments as in `TTT`.
+
+    The published code uses the tanh form of gelu.
+    """
 
     def __init__(
         self,

@@ -1,9 +1,8 @@
-"""One mini-batch of a two-layer memory, primal and dual: the functional form of the article "Implementing
-Test-Time Training, part 1".
+"""One mini-batch of a two-layer memory in functional form, primal and dual.
 
-f(x) = W2 relu(W1 x) + x, loss ½‖f(k) − v‖², η = 1, no batch and no heads. q, k, v [b, d], w1 [d_h, d], w2 [d,
-d_h]. Gradients are taken at the weights given; a query reads both layers with the steps of the tokens up to
-its own.
+From the article "Implementing Test-Time Training, part 1". f(x) = W2 relu(W1 x) + x, loss ½‖f(k) − v‖², η =
+1, without batch or heads. q, k, v [b, d], w1 [d_h, d], w2 [d, d_h]. Gradients are taken at the given weights.
+A query reads both layers with the steps of the tokens up to its own.
 """
 
 from __future__ import annotations
@@ -17,7 +16,18 @@ from .protocol import gradient
 def two_layer_primal(
     q: Tensor, k: Tensor, v: Tensor, w1: Tensor, w2: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y [b, d] and both weights after the mini-batch, token by token with autograd."""
+    """Computes the mini-batch token by token, with autograd.
+
+    Args:
+        q: Queries [b, d].
+        k: Keys [b, d].
+        v: Values [b, d].
+        w1: First layer [d_h, d].
+        w2: Second layer [d, d_h].
+
+    Returns:
+        The reads y [b, d], and both weights after the mini-batch.
+    """
     start, read = (w1, w2), []
     for q_t, k_t, v_t in zip(q, k, v, strict=True):
 
@@ -31,7 +41,7 @@ def two_layer_primal(
 
 
 def two_layer_dual(q: Tensor, k: Tensor, v: Tensor, w1: Tensor, w2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same in products: no gradient [d_h, d] of a single token is ever made."""
+    """Computes `two_layer_primal` in products, without the gradient [d_h, d] of a single token."""
     z = k @ w1.T
     hidden = z.relu()
     e2 = hidden @ w2.T + k - v

@@ -1,4 +1,17 @@
-"""The op: read a sequence with a weight that the sequence itself updates, chunk by chunk."""
+"""The fast-weight op: reads a sequence with a weight that the sequence itself updates, chunk by chunk.
+
+Shapes, for B sequences, T tokens, model width d and MLP width h:
+
+    z        [B, T, h]    keys: the down-projection's input
+    v        [B, T, d]    targets
+    weight   [d, h]       W0
+    gate     [B, T]       β, the weight of each token's write (ridge rule)
+    state    [B, d, h]    S; under the ridge rule [B, d + h, h], the sum of VᵀZ above the sum of ZᵀZ
+    out      [B, T, d]
+
+The state is float32 (float64 for float64 inputs). All other tensors have z's dtype; the gate may have
+another.
+"""
 
 from __future__ import annotations
 
@@ -31,15 +44,17 @@ __all__ = [
 
 @overload
 def fast_weight(
-    z: Tensor, v: Tensor, weight: Tensor | None, *, eta: float, layout: ChunkLayout, initial_state: Tensor | None = ...,
-    clip: float | Tensor | None = ..., rule: Rule = ..., gate: Tensor | None = ..., keep_norms_of: Tensor | None = ...,
-    backend: Backend = ..., return_state: Literal[False] = ...,
+    z: Tensor, v: Tensor, weight: Tensor | None, *, eta: float, layout: ChunkLayout,
+    initial_state: Tensor | None = ..., clip: float | Tensor | None = ..., rule: Rule = ...,
+    gate: Tensor | None = ..., keep_norms_of: Tensor | None = ..., backend: Backend = ...,
+    return_state: Literal[False] = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def fast_weight(
-    z: Tensor, v: Tensor, weight: Tensor | None, *, eta: float, layout: ChunkLayout, initial_state: Tensor | None = ...,
-    clip: float | Tensor | None = ..., rule: Rule = ..., gate: Tensor | None = ..., keep_norms_of: Tensor | None = ...,
-    backend: Backend = ..., return_state: Literal[True],
+    z: Tensor, v: Tensor, weight: Tensor | None, *, eta: float, layout: ChunkLayout,
+    initial_state: Tensor | None = ..., clip: float | Tensor | None = ..., rule: Rule = ...,
+    gate: Tensor | None = ..., keep_norms_of: Tensor | None = ..., backend: Backend = ...,
+    return_state: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def fast_weight(
     z: Tensor,
@@ -56,35 +71,47 @@ def fast_weight(
     backend: Backend = "auto",
     return_state: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """O_i = Z_i (W0 + η S_i)ᵀ with S_i = S_init + Σ_{j<i, same document, complete} c_j V_jᵀZ_j (paper Eq.
-    (1)).
+    """Returns O_i = Z_i (W0 + η S_i)ᵀ for every chunk i (paper Eq. (1)).
 
-    z: keys, the down-projection's input, [B, T, h]. v: targets, [B, T, d], of z's dtype.
-    weight: W0 [d, h], of z's dtype; None leaves W0 out, which gives η Z_i S_iᵀ to add to someone else's
-        product.
-    layout: the documents and their chunks; tokens outside every document read W0 and write nothing.
-    initial_state: S at the first token of each row's first document, [B, d, h], float32 (float64 for float64
-        inputs).
-    clip: largest Frobenius norm of one chunk's delta V_jᵀZ_j; a constant to the gradient.
-    rule: what is summed and what is read of the sum (`inplace_ttt.rules`); the default is the paper's. A
-        state of the ridge rule is [B, d + h, h].
-    gate: with the ridge rule, how much each token's write counts, β [B, T] of 0 and more (extension): B sums
-        β_t v_tᵀz_t and G β_t z_tᵀz_t.
-    keep_norms_of: W0 [d, h], to whose norm each row of W0 + ηS_i is brought where it is read (extension):
-        given where the rule has `preserve_row_norms`. S stays the raw sum.
-    return_state: also give S after the complete chunks of each row's last document, [B, d, h].
-    backend: "auto" takes the Triton kernels in half precision on CUDA, and "chunked" elsewhere;
-        `ops/forms.py` names the code of each rule.
+    S_i = S_init + Σ c_j V_jᵀZ_j over the complete chunks j < i of the same document. The factor c_j is 1
+    without `clip` and without the rule's `write_norm`. The result is differentiable once in z, v, weight,
+    gate, keep_norms_of and initial_state.
 
-    Returns the outputs [B, T, d] in z's dtype (and the state). Differentiable once in z, v, weight, gate,
-    keep_norms_of and initial_state. Raises InPlaceTTTError when shapes or dtypes disagree.
+    Args:
+        z: Keys, the down-projection's input, [B, T, h].
+        v: Targets [B, T, d], of z's dtype.
+        weight: W0 [d, h], of z's dtype. None leaves W0 out: the op returns η Z_i S_iᵀ, and the caller adds it
+            to its own product with W0.
+        eta: η, the factor of S.
+        layout: The documents and their chunks. Tokens outside every document read W0 and write nothing.
+        initial_state: S at the first token of each row's first document, [B, d, h], float32 (float64 for
+            float64 inputs); [B, d + h, h] under the ridge rule. None: zero.
+        clip: Largest Frobenius norm of one chunk's delta V_jᵀZ_j. The backward treats it as a constant.
+        rule: The sum that a chunk adds to, and the matrix that keys are multiplied by (`inplace_ttt.rules`).
+            The default is the paper's rule.
+        gate: β [B, T], 0 or more, only with the ridge rule (extension). It weighs each token's write: the
+            sums B and G add β_t v_tᵀz_t and β_t z_tᵀz_t.
+        keep_norms_of: W0 [d, h] (extension), required if the rule has `preserve_row_norms`. A read then
+            scales each row of W0 + ηS_i to the norm of W0's row. S stays the unscaled sum.
+        backend: "auto" selects the Triton kernels in half precision on CUDA, and "chunked" elsewhere.
+            `ops/forms.py` lists the code of each rule.
+        return_state: True also returns S after the complete chunks of each row's last document.
+
+    Returns:
+        The outputs [B, T, d] in z's dtype. With `return_state` a pair: the outputs, and the state [B, d, h]
+        ([B, d + h, h] under the ridge rule).
+
+    Raises:
+        InPlaceTTTError: If shapes or dtypes disagree, if an option does not belong to the rule, or if the
+            requested backend cannot run here.
     """
     _check(z, v, weight, layout, initial_state, rule)
     _check_gate(z, rule, gate)
     _check_norms(v, z, clip, rule, keep_norms_of)
     if backend == "reference":
         out, state = reference.fast_weight(
-            z, v, weight, eta=eta, layout=layout, initial_state=initial_state, clip=clip, rule=rule, gate=gate, keep_norms_of=keep_norms_of,
+            z, v, weight, eta=eta, layout=layout, initial_state=initial_state, clip=clip, rule=rule,
+            gate=gate, keep_norms_of=keep_norms_of,
         )  # fmt: skip
         return (out, state) if return_state else out
     if backend not in ("auto", "chunked", "triton"):
@@ -94,33 +121,45 @@ def fast_weight(
     if backend == "triton":
         triton.require(z.device, z.dtype)
     out, kept = form_of(rule).fast_weight(
-        z, v, weight, eta=eta, layout=layout, initial_state=initial_state, clip=clip, rule=rule, gate=gate, keep_norms_of=keep_norms_of,
-        backend=backend, return_state=return_state,
+        z, v, weight, eta=eta, layout=layout, initial_state=initial_state, clip=clip, rule=rule, gate=gate,
+        keep_norms_of=keep_norms_of, backend=backend, return_state=return_state,
     )  # fmt: skip
     return out if kept is None else (out, kept)
 
 
 def takes_weight(z: Tensor) -> bool:
-    """Whether W0 of z's dtype belongs into the op: in full precision, and with the kernels, which round W0 +
-    ηS without bias.
+    """Returns True if the op should receive W0, False if the caller computes the product with W0 itself.
 
-    Otherwise the op adds to a product with W0 that is made beside it, which leaves that product as it was.
+    True if z is in full precision, and where the kernels run, which round W0 + ηS without bias. Otherwise the
+    op's result is added to a separate product with W0, which leaves that product unchanged.
     """
     return preferred(z).fuses(z.dtype)
 
 
 def chunk_conv(x: Tensor, taps: Tensor, layout: ChunkLayout, first_tap: int) -> Tensor:
-    """Depthwise correlation of x [B, T, d] with taps [d, 1, k] that do not leave the token's chunk.
+    """Computes a depthwise correlation whose taps stay inside each token's chunk.
 
-    Tap j of token t is token t + first_tap + j, zero outside the chunk. Differentiable once in x and taps.
+    Tap j of token t reads token t + first_tap + j, and zero outside the chunk. Differentiable once in x and
+    taps.
+
+    Args:
+        x: Target sources [B, T, d].
+        taps: Kernel [d, 1, k].
+        layout: The documents and their chunks.
+        first_tap: Offset of tap 0 from its token.
+
+    Returns:
+        A tensor [B, T, d] of x's dtype, zero for padding.
     """
     convolve = triton.chunk_conv if preferred(x) is triton else conv.chunk_conv
     return convolve(x, taps, layout.chunk_ids(x.device), first_tap)
 
 
 def next_in_chunk(x: Tensor, layout: ChunkLayout) -> Tensor:
-    """For each token of x [B, T, d] the next one of its chunk; zero for a chunk's last token and for
-    padding."""
+    """Returns for each token of x [B, T, d] the next token of its chunk.
+
+    The result is zero for a chunk's last token and for padding.
+    """
     ids = layout.chunk_ids(x.device)
     follows = (ids[:, :-1] == ids[:, 1:]) & (ids[:, 1:] >= 0)
     return torch.nn.functional.pad(torch.where(follows.unsqueeze(-1), x[:, 1:], 0), (0, 0, 0, 1))
@@ -131,7 +170,8 @@ def _check(
 ) -> None:
     if z.dim() != 3 or v.dim() != 3 or z.shape[:2] != v.shape[:2]:
         raise InPlaceTTTError(
-            f"z must be [B, T, h] and v [B, T, d] with the same B and T, got {list(z.shape)} and {list(v.shape)}."
+            f"z must be [B, T, h] and v [B, T, d] with the same B and T, got {list(z.shape)} and "
+            f"{list(v.shape)}."
         )
     if tuple(z.shape[:2]) != (layout.batch, layout.length):
         raise InPlaceTTTError(
@@ -152,7 +192,8 @@ def _check(
             )
         if initial_state.dtype != state_dtype(z.dtype):
             raise InPlaceTTTError(
-                f"initial_state must be {state_dtype(z.dtype)} for {z.dtype} inputs, got {initial_state.dtype}."
+                f"initial_state must be {state_dtype(z.dtype)} for {z.dtype} inputs, got "
+                f"{initial_state.dtype}."
             )
 
 
@@ -161,11 +202,12 @@ def _check_gate(z: Tensor, rule: Rule, gate: Tensor | None) -> None:
         return
     if not isinstance(rule, RidgeRule):
         raise InPlaceTTTError(
-            "gate weighs what the ridge rule fits; with the sum of writes, give v times the gate instead."
+            "gate belongs to the ridge rule; with the sum of writes, multiply v by the gate instead."
         )
     if gate.shape != z.shape[:2] or not gate.is_floating_point():
         raise InPlaceTTTError(
-            f"gate must be floating-point numbers [B, T] = {list(z.shape[:2])}, got {gate.dtype} {list(gate.shape)}."
+            f"gate must be floating-point numbers [B, T] = {list(z.shape[:2])}, got {gate.dtype} "
+            f"{list(gate.shape)}."
         )
 
 
@@ -174,7 +216,8 @@ def _check_norms(
 ) -> None:
     if clip is not None and isinstance(rule, SumRule) and rule.write_norm is not None:
         raise InPlaceTTTError(
-            "write_norm gives every write one size, which leaves a clip nothing to bound; leave one of them out."
+            "write_norm gives every write one size, which leaves a clip nothing to bound; leave one of "
+            "them out."
         )
     if isinstance(rule, SumRule) and rule.preserve_row_norms:
         if keep_norms_of is None or tuple(keep_norms_of.shape) != (v.shape[-1], z.shape[-1]):

@@ -1,5 +1,7 @@
-"""The op's forms against the plain linear, the materialising formulation and the limit: time and peak memory
-as ratios."""
+"""Measures time and peak memory of the op's forms, as ratios to the plain linear layer.
+
+The other references are the materializing formulation and the limit, a ratio of operation counts.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from ..rules import RidgeRule
 from . import fast_weight
 
 LIMIT = 7 / 3
-"""Products of the fused op over those of the plain linear, forward and backward: (2 + 5) / (1 + 2)."""
+"""Products of the fused op per product of the plain linear, forward and backward: (2 + 5) / (1 + 2)."""
 
 WIDTHS = {
     "SmolLM2-135M": (576, 1536),
@@ -35,12 +37,12 @@ CHUNK_SIZES = (256, 512, 1024, 2048, 4096)
 
 _ETA = 0.1
 _WARM_UP_SECONDS = 0.1
-"""What a GPU at rest takes to reach its clock."""
+"""Time that an idle GPU needs to reach its clock."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One sequence through one fast weight: d, h as in W0 [d, h], T tokens, chunks of C."""
+    """The sizes of one measurement: one sequence of T tokens, chunks of C, a fast weight W0 [d, h]."""
 
     d: int
     h: int
@@ -54,7 +56,7 @@ class Shape:
 
 
 def registry() -> Iterator[tuple[str, Shape]]:
-    """Every shape that is measured on a GPU, with the model it is from, the most telling ones first."""
+    """Yields each shape that is measured on a GPU with the name of its model, the most informative first."""
     names = sorted(WIDTHS, key=lambda name: name != "Qwen3-4B")
     for tokens, name, chunk_size in itertools.product(
         sorted(TOKENS, key=lambda n: n != 32768), names, CHUNK_SIZES
@@ -63,8 +65,19 @@ def registry() -> Iterator[tuple[str, Shape]]:
 
 
 def materialising(z: Tensor, v: Tensor, weight: Tensor, chunk_size: int) -> Tensor:
-    """The formulation of the public code: one weight for every chunk, by cumulative sum, then a batched
-    product."""
+    """Computes the op as the reference code does: one weight per chunk, then a batched product.
+
+    The weights are a cumulative sum over chunks.
+
+    Args:
+        z: Keys [B, T, h]; T is a multiple of chunk_size.
+        v: Targets [B, T, d].
+        weight: W0 [d, h].
+        chunk_size: C.
+
+    Returns:
+        The outputs [B, T, d].
+    """
     batch, tokens, h = z.shape
     keys, values = z.view(batch, -1, chunk_size, h), v.view(batch, -1, chunk_size, v.shape[-1])
     deltas = torch.einsum("bkcd,bkch->bkdh", values[:, :-1], keys[:, :-1])
@@ -80,19 +93,33 @@ def measure(
     dtype: torch.dtype = torch.float32,
     every_form: bool | None = None,
 ) -> list[dict[str, Any]]:
-    """Forward + backward of each formulation, interleaved in one run.
+    """Measures forward and backward of each formulation, interleaved in one run.
 
-    "additive" is the paper's rule beside a product with W0, as for half-precision weights on a CPU; "least
-    squares" that rule on d/2 keys, these and the product with W0 included. Rows: name, median / min / max
-    seconds, the ratio of its time to the plain linear's (median of paired runs, with the range), peak bytes
-    beyond inputs and gradients of the plain linear's own run, and the rate of 7 products in its time. A
-    formulation that does not fit in the GPU's memory has `out_of_memory` instead of figures.
-    every_form: the chunked form and the materialising one under torch.compile too, None: on a GPU.
+    "additive" is the paper's rule beside a product with W0, as for half-precision weights on a CPU. "least
+    squares" is the ridge rule on d/2 keys; its time includes computing those keys and the product with W0.
+
+    Args:
+        shape: The sizes; the tokens are a multiple of the chunk size.
+        repeats: Timed runs of each formulation.
+        device: A torch device.
+        dtype: The tensors' dtype.
+        every_form: True adds the chunked form, and the materializing one under torch.compile. None: True on a
+            GPU.
+
+    Returns:
+        One dict per formulation: its name; median, min and max seconds; the ratio of its time to the plain
+            linear's.
+        The ratio is the median of paired runs, with the range. Further: peak bytes beyond those of the plain
+        linear's run, and the rate (TFLOP/s) of 7 products in its time. A formulation that does not fit into
+        the GPU's memory has `out_of_memory` instead of figures.
+
+    Raises:
+        InPlaceTTTError: If the tokens are not a multiple of the chunk size.
     """
     if shape.tokens % shape.chunk_size:
         raise InPlaceTTTError(
-            f"{shape.tokens} tokens are not whole chunks of {shape.chunk_size}, which the materialising "
-            "formulation needs."
+            f"{shape.tokens} tokens are not a multiple of the chunk size {shape.chunk_size}, which the "
+            "materializing formulation needs; change one of them."
         )
     generator = torch.Generator(device).manual_seed(0)
 
@@ -123,7 +150,7 @@ def measure(
         "least squares": least_squares,
     }
     if device.startswith("cuda") if every_form is None else every_form:
-        torch._dynamo.reset()  # else each shape adds to the last one's guards
+        torch._dynamo.reset()  # otherwise each shape adds to the guards of the one before
         compiled = torch.compile(materialising, dynamic=False)
         forms["materialising, compiled"] = lambda: compiled(z, v, weight, shape.chunk_size)
         forms["chunked"] = lambda: fast_weight(z, v, weight, eta=_ETA, layout=layout, backend="chunked")
@@ -179,7 +206,7 @@ def _synchronize(device: str) -> None:
 
 
 def _peak_bytes(run: Callable[[], object], device: str) -> int:
-    """Peak memory of a run beyond what was held before it."""
+    """Returns the peak memory of a run beyond the memory held before it."""
     if device.startswith("cuda"):
         gc.collect()
         torch.cuda.reset_peak_memory_stats(device)
@@ -190,7 +217,7 @@ def _peak_bytes(run: Callable[[], object], device: str) -> int:
         peak_starts_again()
     except OSError:
         raise InPlaceTTTError(
-            "the peak memory of a run on the CPU is read from Linux's /proc; bench there, or on a GPU."
+            "the peak memory of a run on the CPU is read from Linux's /proc; run on Linux, or on a GPU."
         ) from None
     before = memory_status("VmRSS")
     run()
@@ -198,13 +225,13 @@ def _peak_bytes(run: Callable[[], object], device: str) -> int:
 
 
 def peak_starts_again() -> None:
-    """From here on VmHWM is this process's peak. Raises OSError where there is no Linux to say so."""
+    """Resets this process's peak memory, VmHWM. Raises OSError without Linux's /proc."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def memory_status(field: str) -> int:
-    """Bytes that Linux says this process holds (VmRSS), or held at its peak (VmHWM)."""
+    """Returns the bytes that this process holds (VmRSS) or held at its peak (VmHWM), from /proc."""
 
     def lines() -> Iterator[str]:
         with open("/proc/self/status", encoding="ascii") as file:

@@ -1,11 +1,15 @@
-"""The lean form: one walk over the chunks with one running matrix, on any device, with a hand-written
-backward.
+"""The memory-saving form: one walk over the chunks with one running matrix, on any device.
 
-A document is walked with a carry M, either the running weight W0 + ηS (fused, when `weight` is given) or the
-state S alone (additive). Reading is `read · Z_i Mᵀ`, writing is `M += write · c_i V_iᵀZ_i`, with (read,
-write) = (1, η) or (η, 1). The backward walks forward once more for dZ through M, then backward with the
-gradient R of the carry. Nothing is kept a chunk: the extra memory is a few [d, h] matrices whatever the
-length.
+The backward is written by hand. Each document is walked with a carry M [d, h]. M is the running weight W0 +
+ηS ("fused", if `weight` is given) or the state S alone ("additive").
+
+                                fused        additive
+    out_i = read · Z_i Mᵀ       read = 1     read = η     Z_i [C, h]
+    M += write · c_i V_iᵀZ_i    write = η    write = 1    V_i [C, d]
+
+The backward first repeats the forward walk, for dZ through M. Then it walks from the last chunk to the first
+with the gradient R [d, h] of the carry. No chunk's matrices are stored: the extra memory is a few [d, h]
+matrices for any length.
 """
 
 from __future__ import annotations
@@ -37,12 +41,12 @@ def fast_weight(
     return_state: bool = False,
     rule: SumRule = PAPER_RULE,
 ) -> tuple[Tensor, Tensor | None]:
-    """Outputs [B, T, d] and, if asked for, the final state [B, d, h]; arguments as in
-    `inplace_ttt.ops.fast_weight`.
+    """Returns the outputs [B, T, d] and the final state [B, d, h], or None without `return_state`.
 
-    The fused form serves full-precision weights. Half-precision ones take the additive form, since W0 + ηS
-    rounded to the grid of W0 loses every change below half a step; so do calls that want the state, which
-    fused never forms.
+    Arguments as in `inplace_ttt.ops.fast_weight`. The fused form serves full-precision weights.
+    Half-precision weights use the additive form, because W0 + ηS rounded to the precision of W0 loses every
+    change below half a unit in the last place. Calls that return the state use it too, because the fused form
+    never computes S.
     """
     fused = weight is not None and not return_state and fuses(weight.dtype)
     out, state = _FastWeight.apply(
@@ -54,7 +58,7 @@ def fast_weight(
 
 
 def fuses(dtype: torch.dtype) -> bool:
-    """Whether W0 of this dtype can be the running weight."""
+    """Returns True if W0 of this dtype can be the running weight: in full precision."""
     return dtype == state_dtype(dtype)
 
 
@@ -82,14 +86,8 @@ class _FastWeight(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor | None, d_state: Tensor | None) -> tuple[Tensor | None, ...]:
         z, v, weight, initial_state = ctx.saved_tensors
-        return (
-            *gradients(d_out, d_state, z, v, weight, initial_state, *ctx.settings),
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
+        found = gradients(d_out, d_state, z, v, weight, initial_state, *ctx.settings)
+        return *found, None, None, None, None, None
 
 
 def gradients(
@@ -105,7 +103,7 @@ def gradients(
     keeps_state: bool,
     rule: SumRule = PAPER_RULE,
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of z, v, weight and initial_state, of a weight that is fused."""
+    """Returns the gradients of z, v, weight and initial_state; a weight that is given is fused."""
     with without_autocast(z.device):
         walk = Walk(z, v, weight, initial_state, eta, clip, layout, keeps_state, rule)
         return walk.backward(torch.zeros_like(v) if d_out is None else d_out, d_state)
@@ -120,10 +118,20 @@ def sum_of_writes(
     clip: float | Tensor | None = None,
     rule: SumRule = PAPER_RULE,
 ) -> Tensor:
-    """Σ c_j V_jᵀZ_j over the complete chunks of one span in each row, [B, d, h] in the state's dtype; zero
-    without a span.
+    """Returns Σ c_j V_jᵀZ_j over the complete chunks of one span per row.
 
-    Each span starts where a chunk does. Differentiable once in z [B, T, h] and v [B, T, d].
+    Differentiable once in z and v.
+
+    Args:
+        z: Keys [B, T, h].
+        v: Targets [B, T, d].
+        spans: For each row a span that starts at a chunk's first token, or None.
+        layout: Provides the chunk size.
+        clip: Largest Frobenius norm of one chunk's delta.
+        rule: Provides the write norm.
+
+    Returns:
+        The sums [B, d, h] in the state's dtype; zero for a row without a span.
     """
     return _SumOfWrites.apply(z, v, spans, layout, clip, rule)
 
@@ -131,8 +139,8 @@ def sum_of_writes(
 class _SumOfWrites(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, z: Tensor, v: Tensor, spans: Sequence[Span | None], layout: ChunkLayout, clip: float | Tensor | None,
-        rule: SumRule,
+        ctx: Any, z: Tensor, v: Tensor, spans: Sequence[Span | None], layout: ChunkLayout,
+        clip: float | Tensor | None, rule: SumRule,
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(z, v)
         ctx.spans, ctx.settings = spans, (1.0, clip, layout, False, rule)
@@ -162,7 +170,10 @@ def _complete(spans: Sequence[Span | None], layout: ChunkLayout) -> Iterator[tup
 
 @dataclass(eq=False)
 class Walk:
-    """The walk over every row and document of a layout; see the module's docstring for the carry."""
+    """The walk over every row and document of a layout; the module's docstring defines the carry.
+
+    keeps_state: the caller wants the state after each row's last document.
+    """
 
     z: Tensor
     v: Tensor
@@ -179,8 +190,10 @@ class Walk:
         self.dtype = state_dtype(self.z.dtype)
 
     def segments(self, row: int) -> Iterator[tuple[Span, int | None]]:
-        """The row in order: (span, n) for document n where the fast weight acts, (span, None) for the rest,
-        merged."""
+        """Yields the row's parts in order: (span, n) if document n uses the fast weight, else (span, None).
+
+        Neighboring parts without the fast weight are merged.
+        """
         documents = self.layout.documents[row]
         done = 0
         for number, (start, stop) in enumerate(documents):
@@ -195,20 +208,21 @@ class Walk:
             yield (done, self.layout.length), None
 
     def start_carry(self, row: int, number: int) -> Tensor | None:
-        """The carry at a document's first token; None is zero, that is nothing to read yet."""
+        """Returns the carry at a document's first token; None means zero, so there is nothing to read yet."""
         state = self.initial_state[row] if number == 0 and self.initial_state is not None else None
         if self.weight is None:
             return None if state is None else state.to(self.dtype, copy=True)
         return self.weight.clone() if state is None else self.weight + self.eta * state
 
     def is_written(self, chunk: Span, row: int, number: int) -> bool:
-        """Whether anything reads the chunk's delta: a later chunk, or the state handed on."""
+        """Returns True if something reads the chunk's delta: a later chunk, or the returned state."""
         documents = self.layout.documents[row]
         is_last = chunk[1] == documents[number][1]
         hands_state_on = self.keeps_state and number == len(documents) - 1
         return self.layout.is_complete(chunk) and (not is_last or hands_state_on)
 
     def add_delta(self, carry: Tensor | None, row: int, chunk: Span) -> Tensor:
+        """Adds a chunk's write to the carry in place; without a carry returns the write [d, h] alone."""
         values, keys = (x[row, chunk[0] : chunk[1]].to(self.dtype) for x in (self.v, self.z))
         if self.clip is None and self.rule.write_norm is None and carry is not None:
             return carry.addmm_(values.T, keys, alpha=self.write)
@@ -217,7 +231,7 @@ class Walk:
         return delta if carry is None else carry.add_(delta)
 
     def read_with(self, carry: Tensor) -> Tensor:
-        """The matrix [d, h] that keys are read with."""
+        """Returns the matrix [d, h] that keys are multiplied by."""
         return carry
 
     def forward(self) -> tuple[Tensor, Tensor | None]:
@@ -254,7 +268,7 @@ class Walk:
         d_initial = None if self.initial_state is None else torch.zeros_like(self.initial_state)
         for row in range(self.layout.batch):
             if d_initial is not None and d_state is not None and not self.layout.documents[row]:
-                d_initial[row] = d_state[row]  # a row of padding hands its state on untouched
+                d_initial[row] = d_state[row]  # a row of padding returns its initial state
             for (start, stop), number in self.segments(row):
                 if number is None:
                     if d_weight is not None and self.weight is not None:
@@ -278,7 +292,7 @@ class Walk:
     def _through_reads(
         self, row: int, number: int, chunks: list[Span], d_out: Tensor, dz: Tensor
     ) -> Tensor | None:
-        """dZ_i = read · dO_i M_i, with the carry rebuilt in order; the carry that the last chunk reads."""
+        """Computes dZ_i = read · dO_i M_i, rebuilding the carry in order; returns the last chunk's carry."""
         carry = self.start_carry(row, number)
         for chunk in chunks:
             here = slice(*chunk)
@@ -299,8 +313,11 @@ class Walk:
         dz: Tensor,
         dv: Tensor,
     ) -> None:
-        """From the last chunk, which read `carry`, to the first: what each delta did to later reads, gathered
-        in `d_carry`."""
+        """Walks from the last chunk, which read `carry`, to the first.
+
+        `d_carry` accumulates the carry's gradient from later reads, which is the gradient of each chunk's
+        write.
+        """
         for chunk in reversed(chunks):
             if self.is_written(chunk, row, number):
                 self.through_write(row, chunk, d_carry, dz, dv)
@@ -308,7 +325,7 @@ class Walk:
             d_carry.addmm_(grad.T, keys, alpha=self.read)
 
     def through_write(self, row: int, chunk: Span, d_carry: Tensor, dz: Tensor, dv: Tensor) -> None:
-        """Add to dZ, and set dV, of a chunk that was written into a carry with gradient `d_carry` [d, h]."""
+        """Adds to dZ and sets dV for a chunk written into a carry with gradient `d_carry` [d, h]."""
         here = slice(*chunk)
         keys, values = self.z[row, here], self.v[row, here]
         d_delta = self._through_factor(d_carry, keys, values)
@@ -316,8 +333,10 @@ class Walk:
         add_product_(dz[row, here], values, d_delta, alpha=self.write)
 
     def _through_factor(self, d_clipped: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """The gradient of a delta D from that of cD; for c = min(1, τ/‖D‖) it is c (G - [c<1] D ⟨D, G⟩ /
-        ‖D‖²)."""
+        """Returns the gradient of a delta D, given the gradient G of cD.
+
+        For c = min(1, τ/‖D‖) it is c (G - [c<1] D ⟨D, G⟩ / ‖D‖²).
+        """
         if self.clip is None and self.rule.write_norm is None:
             return d_clipped
         delta = values.T.to(self.dtype) @ keys.to(self.dtype)

@@ -1,6 +1,13 @@
-"""What torch.compile sees of the op: operators over tensors, since a graph holds no layout of Python objects.
+"""The op for torch.compile: custom operators over tensors, because a graph holds no Python layout object.
 
-The operators run the same code as without it, once the graph runs and the documents are known.
+When the graph runs and the documents are known, the operators run the same code as eager mode.
+
+    z        [B, T, h]
+    v        [B, T, d]
+    weight   [d, h] or None
+    gate     [B, T] or None
+    tau      [] or None    largest norm of a chunk's delta
+    spans    [n, 3]        int64 on the CPU: row, start and stop of each document
 """
 
 from __future__ import annotations
@@ -19,8 +26,11 @@ from .precision import state_dtype
 
 @dataclass(frozen=True)
 class TracedLayout:
-    """A `ChunkLayout` whose documents are known when the graph runs: spans [n, 3] int64 on the CPU, its other
-    attributes."""
+    """A `ChunkLayout` whose documents are known only when the graph runs.
+
+    spans: row, start and stop of each document, [n, 3] int64 on the CPU. The other attributes are those of
+    `ChunkLayout`.
+    """
 
     spans: Tensor
     batch: int
@@ -28,11 +38,11 @@ class TracedLayout:
     chunk_size: int
 
     def writes(self) -> int:
-        """As if there were one, which cannot be known here."""
+        """Returns 1, since the number of writes is unknown while tracing."""
         return 1
 
     def chunk_ids(self, device: torch.device) -> Tensor:
-        """As of a `ChunkLayout`."""
+        """Returns `ChunkLayout.chunk_ids`, computed when the graph runs."""
         return chunk_ids(self.spans, self.batch, self.length, self.chunk_size, device)
 
 
@@ -47,8 +57,7 @@ def fast_weight(
     rule: Rule,
     gate: Tensor | None,
 ) -> Tensor:
-    """Outputs [B, T, d]; arguments as in `inplace_ttt.ops.fast_weight`, which this calls when the graph
-    runs."""
+    """Returns the outputs [B, T, d]; arguments as in `inplace_ttt.ops.fast_weight`, for a `TracedLayout`."""
     if isinstance(clip, float | int):
         clip = torch.full((), clip, dtype=state_dtype(z.dtype), device=z.device)
     return read(
@@ -65,7 +74,7 @@ def _layout_of(spans: Tensor, batch: int, length: int, chunk_size: int) -> Chunk
 
 @torch.library.custom_op("inplace_ttt::chunk_ids", mutates_args=())
 def chunk_ids(spans: Tensor, batch: int, length: int, chunk_size: int, device: torch.device) -> Tensor:
-    """`ChunkLayout.chunk_ids` [B, T] int32 on the device."""
+    """Returns `ChunkLayout.chunk_ids`, int32 [B, T], on the device."""
     return _layout_of(spans, batch, length, chunk_size).chunk_ids(device).clone()
 
 
@@ -76,11 +85,10 @@ def _(spans: Tensor, batch: int, length: int, chunk_size: int, device: torch.dev
 
 @torch.library.custom_op("inplace_ttt::read", mutates_args=())
 def read(
-    z: Tensor, v: Tensor, weight: Tensor | None, gate: Tensor | None, tau: Tensor | None, spans: Tensor, length: int, chunk_size: int,
-    eta: float, rule: str,
+    z: Tensor, v: Tensor, weight: Tensor | None, gate: Tensor | None, tau: Tensor | None, spans: Tensor,
+    length: int, chunk_size: int, eta: float, rule: str,
 ) -> Tensor:  # fmt: skip
-    """Outputs [B, T, d] of z [B, T, h] and v [B, T, d] over documents spans [n, 3]; weight only where it is
-    fused."""
+    """Returns the outputs [B, T, d] over the documents `spans`; `weight` is given only if it is fused."""
     layout, of = _layout_of(spans, z.shape[0], length, chunk_size), rule_of_text(rule)
     if isinstance(of, RidgeRule):
         return least_squares.fast_weight(z, v, eta=eta, layout=layout, clip=tau, rule=of, gate=gate)[0]
@@ -94,10 +102,10 @@ def _(z: Tensor, v: Tensor, *rest: Any) -> Tensor:
 
 @torch.library.custom_op("inplace_ttt::read_backward", mutates_args=())
 def read_backward(
-    d_out: Tensor, z: Tensor, v: Tensor, weight: Tensor | None, gate: Tensor | None, tau: Tensor | None, spans: Tensor, length: int,
-    chunk_size: int, eta: float, rule: str,
+    d_out: Tensor, z: Tensor, v: Tensor, weight: Tensor | None, gate: Tensor | None, tau: Tensor | None,
+    spans: Tensor, length: int, chunk_size: int, eta: float, rule: str,
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients of z, v and, where they are given, weight and gate."""
+    """Returns the gradients of z and v, then those of weight and gate where they are given."""
     layout, of = _layout_of(spans, z.shape[0], length, chunk_size), rule_of_text(rule)
     gradients: tuple[Tensor | None, ...]
     if isinstance(of, RidgeRule):

@@ -1,4 +1,11 @@
-"""The target's convolution inside chunks, with a hand-written backward that keeps nothing but its inputs."""
+"""The target's convolution inside chunks, with a hand-written backward that stores only its inputs.
+
+Shapes:
+
+    x            [B, T, d]    out and dx too
+    conv         [d, 1, k]
+    chunk_ids    [B, T]       int32; -1 for padding
+"""
 
 from __future__ import annotations
 
@@ -10,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 
 def chunk_conv(x: Tensor, conv: Tensor, chunk_ids: Tensor, first_tap: int) -> Tensor:
-    """Arguments as in `inplace_ttt.ops.chunk_conv`; chunk_ids [B, T], -1 for padding, which gives zero."""
+    """Computes `inplace_ttt.ops.chunk_conv`; chunk_ids [B, T] is -1 for padding, whose output is zero."""
     return _ChunkConv.apply(x, conv, chunk_ids, first_tap)
 
 
@@ -41,8 +48,10 @@ class _ChunkConv(torch.autograd.Function):
 
 
 def _taps(chunk_ids: Tensor, first_tap: int, kernel_size: int) -> list[tuple[slice, slice, Tensor]]:
-    """For each tap: the tokens that have it, the tokens it reads, and [B, n, 1] whether both are in one
-    chunk."""
+    """Returns for each tap: the tokens that use it, the tokens that it reads, and a mask [B, n, 1].
+
+    The mask is True where both tokens lie in one chunk.
+    """
     length = chunk_ids.shape[1]
     taps = []
     for offset in range(first_tap, first_tap + kernel_size):

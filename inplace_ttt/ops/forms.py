@@ -1,5 +1,4 @@
-"""The fast code of each rule, and which of it runs: by backend, dtype, device, and whether torch.compile
-traces the call."""
+"""Selects the fast code of each rule by backend, dtype and device, and under torch.compile."""
 
 from __future__ import annotations
 
@@ -24,11 +23,13 @@ Backend = Literal["auto", "reference", "chunked", "triton"]
 class Form:
     """The fast code of a rule.
 
-    fast_weight: outputs and, if asked for, the final state; arguments as of `inplace_ttt.ops.fast_weight`.
-    sum_of_writes: the state after the complete chunks of one span per row.
-    readout: the matrix [..., d, r] that keys are read with, of states [..., ·, r].
-    read_once: what keys [..., n, r] read of such states, for less than a readout where n < d; None where a
-        readout costs nothing.
+    Attributes:
+        fast_weight: Returns the outputs and the final state or None; arguments as in
+            `inplace_ttt.ops.fast_weight`.
+        sum_of_writes: Returns the state after the complete chunks of one span per row.
+        readout: Returns the matrix [..., d, r] that keys are multiplied by, from states [..., ·, r].
+        read_once: Returns the reads of keys [..., n, r] from such states, cheaper than a readout if n < d.
+            None if a readout costs nothing.
     """
 
     fast_weight: Callable[..., tuple[Tensor, Tensor | None]]
@@ -38,12 +39,12 @@ class Form:
 
 
 def form_of(rule: Rule) -> Form:
-    """The fast code of a rule."""
+    """Returns the fast code of a rule."""
     return _FORMS[type(rule)]
 
 
 def preferred(x: Tensor) -> ModuleType:
-    """The code that "auto" takes for tensors like x where a rule has kernels."""
+    """Returns the module that "auto" selects for tensors like x, for a rule that has kernels."""
     return triton if triton.preferred(x.device, x.dtype) else chunked
 
 
@@ -61,7 +62,7 @@ def _by_sum(
     has_norms = rule.write_norm is not None or keep_norms_of is not None
     if has_norms and backend == "triton":
         raise InPlaceTTTError(
-            "the kernels know no norms of writes and rows; use backend='auto' with write_norm and keep_norms_of."
+            "the kernels implement neither write_norm nor keep_norms_of; use backend='auto' with them."
         )
     if keep_norms_of is not None:
         out, state = row_norms.fast_weight(z, v, keep_norms_of, rule=rule, **given)
@@ -75,11 +76,13 @@ def _by_sum(
 
 
 def _by_ridge(
-    z: Tensor, v: Tensor, weight: Tensor | None, *, rule: RidgeRule, backend: Backend, gate: Tensor | None, keep_norms_of: None,
-    **given: Any,
+    z: Tensor, v: Tensor, weight: Tensor | None, *, rule: RidgeRule, backend: Backend, gate: Tensor | None,
+    keep_norms_of: None, **given: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     if backend == "triton":
-        raise InPlaceTTTError("the kernels read the paper's sum; use backend='auto' with the ridge rule.")
+        raise InPlaceTTTError(
+            "the kernels implement the sum rule alone; use backend='auto' with the ridge rule."
+        )
     if isinstance(given["layout"], TracedLayout):
         out, state = compiled.fast_weight(z, v, None, rule=rule, gate=gate, **_traced(given)), None
     else:
@@ -88,7 +91,7 @@ def _by_ridge(
 
 
 def _traced(given: dict[str, Any]) -> dict[str, Any]:
-    """What a traced call takes: it starts from nothing and keeps no state."""
+    """Returns the arguments of a traced call, which starts from a zero state and returns none."""
     return {name: given[name] for name in ("eta", "layout", "clip")}
 
 

@@ -1,8 +1,13 @@
-"""The normal equations of least squares: rows (G + λI)⁻¹ for a sum G of KᵀK, by the Cholesky factor L of G +
-λI.
+"""The normal equations of ridge regression: rows (G + λI)⁻¹ for a sum G of KᵀK, by Cholesky factorization.
 
-A CPU solves with L, block after block. A GPU would wait for each of those blocks: there L⁻¹ is made of as
-many matrices at once as fit, and rows (G + λI)⁻¹ = (rows L⁻ᵀ) L⁻¹ is two products.
+L is the Cholesky factor of G + λI. A CPU solves with L block by block. A GPU would wait for each of those
+blocks. There L⁻¹ is computed for as many matrices in one batch as fit into memory, and rows (G + λI)⁻¹ =
+(rows L⁻ᵀ) L⁻¹ is two products.
+
+    gram, L, L⁻¹    [..., r, r]        the state's dtype
+    rows            [..., n, r]
+    state           [..., d + r, r]    the sum B of VᵀK above G
+    M               [..., d, r]
 """
 
 from __future__ import annotations
@@ -19,23 +24,23 @@ from .precision import in_full_precision
 from .products import Operand, product
 
 _CROWDED = 512
-"""Columns of so many numbers, or a multiple, share few lines of a CPU's cache: a Cholesky factor of 1,024
-takes two thirds longer."""
+"""Columns with a multiple of this many numbers share few lines of a CPU's cache. A Cholesky factor of size
+1,024 takes two thirds longer."""
 
 
 def by_products(gram: Tensor) -> bool:
-    """Whether matrices like these are solved with by L⁻¹ and products."""
+    """Returns True if matrices like this one are solved by products with L⁻¹."""
     return gram.dtype == torch.float32 and triton.factors(gram.device)
 
 
 @dataclass(frozen=True)
 class Factor:
-    """L of G + λI [..., r, r], on a CPU of some directions more; or L⁻¹, as what is multiplied."""
+    """The factor L of G + λI [..., r, r], on a CPU padded by a few directions; or L⁻¹ as an `Operand`."""
 
     matrix: Tensor | Operand
 
     def solve(self, *of: Tensor) -> tuple[Tensor, ...]:
-        """rows (G + λI)⁻¹ [..., n, r] of each of several rows [..., n, r], in the sums' dtype."""
+        """Returns rows (G + λI)⁻¹ [..., n, r] for each argument [..., n, r], in the sums' dtype."""
         if isinstance(self.matrix, Operand):
             return tuple(self._by_products(rows, self.matrix) for rows in of)
         rows = (
@@ -44,8 +49,8 @@ class Factor:
             else of[0].to(self.matrix.dtype)
         )
         r, more = rows.shape[-1], self.matrix.shape[-1] - rows.shape[-1]
-        # From the right, where the rows lie: on a CPU that takes half to two thirds of what `cholesky_solve`
-        # of their transpose takes.
+        # Solving from the right leaves the rows in place. On a CPU it takes half to two thirds of the time of
+        # `cholesky_solve` on their transpose.
         half = torch.linalg.solve_triangular(
             self.matrix.mT, pad(rows, (0, more)) if more else rows, upper=True, left=False
         )
@@ -59,13 +64,18 @@ class Factor:
 
 
 def factor(gram: Tensor, ridge: float, beside: torch.dtype | None = None) -> Factor:
-    """Of G + λI for G [..., r, r]; not a number where G is no sum of KᵀK. beside: the dtype of what is solved
-    (default: G's).
+    """Factors G + λI for G [..., r, r]. The factor is NaN where G + λI is not positive definite.
 
-    On a CPU the factor is that of a few directions more, which no key has, where it would be crowded.
+    λ is increased by 8 ε tr G (1e-6 tr G in float32), a bound on the sum's rounding error. The gradient
+    treats the increase as a constant. Without it, one key that is written a hundred thousand times would hide
+    a small λ.
 
-    To λ comes what rounding may have taken from the sum, 8 ε tr G (1e-6 of it in float32), a constant to the
-    gradient: one key that is written a hundred thousand times would else hide a small λ.
+    On a CPU, sizes that would share few cache lines are padded by a few directions that no key uses.
+
+    Args:
+        gram: G, a sum of KᵀK.
+        ridge: λ.
+        beside: Dtype of the rows that will be solved (default: G's).
     """
     by_inverse = by_products(gram)
     lost = 8 * torch.finfo(gram.dtype).eps * gram.diagonal(dim1=-2, dim2=-1).sum(-1)
@@ -75,24 +85,24 @@ def factor(gram: Tensor, ridge: float, beside: torch.dtype | None = None) -> Fac
     if by_inverse:
         inverse = triton.inverse_factor(damped.view(-1, *damped.shape[-2:]))
         return Factor(Operand.of(inverse, beside or gram.dtype))
-    # without a look at `failed`, for which a GPU would be waited for
+    # `failed` is not read on the host, because that would wait for the GPU
     matrix, failed = torch.linalg.cholesky_ex(damped)
-    # every solve divides by each of them
+    # a NaN on the diagonal reaches every solution, because every solve divides by each diagonal entry
     matrix.diagonal(dim1=-2, dim2=-1).add_(torch.where(failed == 0, 0.0, torch.nan)[..., None])
     return Factor(matrix)
 
 
 def readout(state: Tensor, rule: RidgeRule) -> Tensor:
-    """M [..., d, r], what a key is read with, of a state [..., d + r, r]."""
+    """Returns M [..., d, r], the matrix that keys are multiplied by, from a state [..., d + r, r]."""
     r = state.shape[-1]
     with in_full_precision(state.device):
         return factor(state[..., -r:, :], rule.ridge).solve(state[..., :-r, :])[0]
 
 
 def read_once(state: Tensor, keys: Tensor, rule: RidgeRule) -> Tensor:
-    """What keys [..., n, r] read, η left out, of a state [..., d + r, r]: [..., n, d] in the state's dtype.
+    """Returns the reads [..., n, d], without η, of keys [..., n, r] from a state [..., d + r, r].
 
-    It takes n solves where M takes d.
+    The result has the state's dtype. This takes n solves; computing M takes d.
     """
     r = state.shape[-1]
     with in_full_precision(state.device):

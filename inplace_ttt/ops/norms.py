@@ -1,5 +1,7 @@
-"""Norms of TTT-NTP (extension): a write by its spectral norm, and the rows of what is read by those of W0.
-Differentiable."""
+"""Norms of TTT-NTP (extension): a write by its spectral norm, each row of a read by W0's row norm.
+
+Differentiable. Shapes: delta, state S and U = W0 + ηS [..., d, h], w0 [d, h], row factors [..., d, 1].
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,10 @@ _POWER_STEPS, _LEAST_NORM, _LEAST_LENGTH, _LEAST_ROW = 5, 1e-6, 1e-8, 1e-5
 
 
 def spectral_norm(delta: Tensor) -> Tensor:
-    """σ̂ [..., 1, 1] of deltas [..., d, h]: uᵀDv after five power steps from the mean row, at least 1e-6."""
+    """Estimates σ̂ [..., 1, 1], the spectral norm of deltas D [..., d, h], at least 1e-6.
+
+    It is uᵀDv after five steps of power iteration from the mean row.
+    """
     v = normalize(delta.mean(dim=-2, keepdim=True).mT, dim=-2, eps=_LEAST_LENGTH)
     u = delta @ v
     for _ in range(_POWER_STEPS):
@@ -21,8 +26,10 @@ def spectral_norm(delta: Tensor) -> Tensor:
 
 
 def row_factors(total: Tensor, w0: Tensor) -> tuple[Tensor, Tensor]:
-    """s = ‖W0_r‖ / ‖U_r‖ of rows of U [..., d, h] and W0 [d, h], and ‖U_r‖, each [..., d, 1]; s = 1 for rows
-    of U of 1e-5 and less."""
+    """Returns s = ‖W0_r‖ / ‖U_r‖ for the rows r of U [..., d, h] and W0 [d, h], and ‖U_r‖; each [..., d, 1].
+
+    s = 1 for rows of U with a norm of at most 1e-5.
+    """
     norms = torch.linalg.vector_norm(total, dim=-1, keepdim=True)
     wanted = torch.linalg.vector_norm(w0, dim=-1, keepdim=True)
     large = norms > _LEAST_ROW
@@ -30,8 +37,13 @@ def row_factors(total: Tensor, w0: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def keeping_row_norms(state: Tensor, w0: Tensor, eta: float) -> Tensor:
-    """M [..., d, h] such that W0 + ηM is W0 + ηS with each row brought to the norm of W0's; state S [..., d,
-    h], w0 [d, h]."""
+    """Returns M [..., d, h] such that W0 + ηM is W0 + ηS with each row scaled to the norm of W0's row.
+
+    Args:
+        state: S [..., d, h].
+        w0: W0 [d, h].
+        eta: η.
+    """
     if eta == 0:
         return state
     total = w0 + eta * state
@@ -39,7 +51,7 @@ def keeping_row_norms(state: Tensor, w0: Tensor, eta: float) -> Tensor:
 
 
 def through_row_norms(d_change: Tensor, state: Tensor, w0: Tensor, eta: float) -> tuple[Tensor, Tensor]:
-    """Gradients of S and W0, each [d, h], from that of ηM."""
+    """Returns the gradients of S and W0, each [d, h], given the gradient `d_change` of ηM."""
     total = w0 + eta * state
     factor, norms = row_factors(total, w0)
     along = torch.where(

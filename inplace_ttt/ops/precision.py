@@ -1,4 +1,4 @@
-"""The precision of the fast-weight state, and how it meets tensors of less."""
+"""The precision of the fast-weight state, and its products with tensors of lower precision."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,14 +11,18 @@ from torch import Tensor
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 for float64 inputs, float32 for all others: a running sum in bf16 loses most of a small
-    update."""
+    """Returns float64 for float64 inputs, else float32.
+
+    A running sum in bfloat16 would lose most of a small update.
+    """
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def emulated(dtype: torch.dtype) -> bool:
-    """Returns True if this processor lacks matrix instructions for `dtype`, so that float32 is several times
-    faster."""
+    """Returns True if this processor lacks matrix instructions for `dtype`.
+
+    Float32 is then several times faster.
+    """
     name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}.get(
         dtype
     )
@@ -26,14 +30,19 @@ def emulated(dtype: torch.dtype) -> bool:
     return supported is not None and not supported()
 
 
-_FELT = 10**7
-"""Parameters from which on slow products are noticed."""
+_LARGE = 10**7
+"""Parameters from which on a user notices slow products."""
 
 
 def note_on_emulation(dtype: torch.dtype, parameters: int, remedy: str) -> str | None:
-    """Returns a warning if this machine emulates `dtype` and the model is large, else None. remedy: how to
-    set float32."""
-    if torch.cuda.is_available() or parameters < _FELT or not emulated(dtype):
+    """Returns a warning if this machine emulates `dtype` and the model is large, else None.
+
+    Args:
+        dtype: The model's dtype.
+        parameters: Number of the model's parameters.
+        remedy: The end of the warning: how to set float32.
+    """
+    if torch.cuda.is_available() or parameters < _LARGE or not emulated(dtype):
         return None
     short = str(dtype).removeprefix("torch.")
     return (
@@ -43,14 +52,19 @@ def note_on_emulation(dtype: torch.dtype, parameters: int, remedy: str) -> str |
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Autocast would take the state to half precision; there is none on the meta device, where `plan` runs
-    the op."""
+    """Returns a context without autocast, which would compute the state in half precision.
+
+    The meta device, on which `plan` runs the op, does not support autocast; there the context does nothing.
+    """
     return contextlib.nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 class _WholeFloat32:
-    """What a GPU multiplies float32 in, while any thread is within: the setting is the process's, so the last
-    one out brings it back."""
+    """A context, shared by threads, in which a GPU multiplies float32 in full precision.
+
+    torch's setting holds for the whole process. So the first thread to enter sets it, and the last one to
+    leave restores it.
+    """
 
     def __init__(self) -> None:
         self.lock, self.within, self.before = Lock(), 0, None
@@ -82,17 +96,26 @@ _whole_float32 = _WholeFloat32()
 
 @contextlib.contextmanager
 def in_full_precision(device: torch.device) -> Iterator[None]:
-    """Products of float32 are of float32: without autocast, and on a GPU without the shorter numbers (TF32)
-    that a trainer may have them multiplied in, of which no Cholesky factor could be made."""
+    """A context in which float32 products are computed in float32, without autocast or TF32.
+
+    A trainer may have switched TF32 on for a GPU. TF32 products are too inexact for a Cholesky factor.
+    """
     with without_autocast(device), _whole_float32 if device.type == "cuda" else contextlib.nullcontext():
         yield
 
 
 def in_range(matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """A matrix [..., d, h] of the state in `dtype`, and the factor [..., 1, 1] that its products are to be
-    multiplied by.
+    """Converts a state's matrix to a narrower dtype, with a factor that keeps float16 in range.
 
-    Only float16 needs one, a power of two: what is read is ηS, and S itself may leave 6e-8 to 65,504.
+    Only float16 needs the factor, a power of two. Reads use ηS, and S itself may leave float16's range, 6e-8
+    to 65,504.
+
+    Args:
+        matrix: A matrix [..., d, h] of the state.
+        dtype: The dtype to convert to.
+
+    Returns:
+        The converted matrix, and the factor [..., 1, 1] by which its products must be multiplied (None: 1).
     """
     if dtype != torch.float16:
         return matrix.to(dtype), None
@@ -102,8 +125,10 @@ def in_range(matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]
 
 
 def add_product_(out: Tensor, a: Tensor, matrix: Tensor, *, alpha: float = 1.0, beta: float = 1.0) -> Tensor:
-    """out = beta · out + alpha · a @ matrix, in place, where `matrix` is in the state's dtype and the others
-    in another."""
+    """Sets out = beta · out + alpha · a @ matrix in place, for a `matrix` in the state's dtype.
+
+    `out` and `a` have one dtype, which may be narrower.
+    """
     narrow, factor = in_range(matrix, a.dtype)
     if factor is None:
         return out.addmm_(a, narrow, beta=beta, alpha=alpha)

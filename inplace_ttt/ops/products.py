@@ -1,4 +1,9 @@
-"""Products whose sums are float32 (float64 for float64), where some of what is multiplied is of less."""
+"""Batched products that accumulate in float32 (float64 for float64), also for factors of lower precision.
+
+Shapes:
+
+    a [n, m, k] · b [n, k, p] = out [n, m, p]    out in the state's dtype
+"""
 
 from __future__ import annotations
 
@@ -13,14 +18,17 @@ from .precision import state_dtype
 
 @dataclass(frozen=True)
 class Operand:
-    """A matrix [n, ·, ·] as it is, or a float32 one as the sum of two of bfloat16."""
+    """A matrix [n, ·, ·]: one tensor, or a float32 matrix as the sum of two bfloat16 tensors."""
 
     parts: tuple[Tensor, ...]
 
     @classmethod
     def of(cls, x: Tensor, beside: torch.dtype) -> Operand:
-        """In two parts where that is how a GPU multiplies by tensors like `beside`: 16 of float32's 24 bits,
-        of bfloat16's 8."""
+        """Makes x an operand for products with matrices of dtype `beside`.
+
+        x is split in two parts if a GPU multiplies such a pair in bfloat16. The parts hold 16 of float32's 24
+        bits; one bfloat16 tensor would hold 8.
+        """
         return cls(triton.halves(x)) if splits(x, beside) else cls((x,))
 
     @property
@@ -32,17 +40,17 @@ class Operand:
 
 
 def splits(x: Tensor, beside: torch.dtype) -> bool:
-    """Whether float32 goes in two parts beside such tensors here."""
+    """Returns True if float32 x is split in two parts for a product with `beside` here."""
     return x.dtype == torch.float32 and beside == torch.bfloat16 and triton.preferred(x.device, beside)
 
 
 def product(
     a: Tensor | Operand, b: Tensor | Operand, *, alpha: float = 1.0, out: Tensor | None = None
 ) -> Tensor:
-    """alpha · a @ b in the state's dtype, into `out` if given.
+    """Computes alpha · a @ b in the state's dtype, into `out` if given.
 
-    A GPU's tensor cores multiply bfloat16 and float16 as they are and add up in float32. Of parts, the
-    product of two low ones is left out.
+    A GPU's tensor cores multiply bfloat16 and float16 directly and accumulate in float32. Of two split
+    operands, the product of both low parts is left out.
     """
     a_parts, b_parts = (x.parts if isinstance(x, Operand) else (x,) for x in (a, b))
     pairs = [(x, y) for i, x in enumerate(a_parts) for j, y in enumerate(b_parts) if i + j < 2]

@@ -1,5 +1,8 @@
-"""The law: In-Place TTT as the plain sequential loop (paper Eq. (1), Algorithm 1). Slow, short,
-differentiable."""
+"""The law: In-Place TTT as a plain sequential loop (paper Eq. (1), Algorithm 1). Slow and differentiable.
+
+Shapes: z [B, T, h], v [B, T, d], W0 [d, h], gate [B, T], state [B, d, h] or, under the ridge rule, [B, d + h,
+h]. Every other form of the op must agree with this one.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,10 @@ from .precision import state_dtype
 
 
 def clip_factor(delta: Tensor, tau: float | Tensor | None) -> Tensor:
-    """c = min(1, tau / ‖delta‖_F) [..., 1, 1] of deltas [..., d, h], safe at ‖delta‖ = 0; 1 without a
-    bound."""
+    """Returns c = min(1, tau / ‖delta‖_F), [..., 1, 1], for deltas [..., d, h]; 1 if tau is None.
+
+    Values and gradients stay finite at ‖delta‖ = 0.
+    """
     if tau is None:
         return delta.new_ones(())
     norm = torch.linalg.vector_norm(delta, dim=(-2, -1), keepdim=True)
@@ -23,14 +28,21 @@ def clip_factor(delta: Tensor, tau: float | Tensor | None) -> Tensor:
 
 
 def write_factor(delta: Tensor, clip: float | Tensor | None, rule: Rule) -> Tensor:
-    """What a delta [..., d, h] is multiplied by before it is added [..., 1, 1]."""
+    """Returns the factor [..., 1, 1] by which a delta [..., d, h] is multiplied before it is added."""
     has_norm = isinstance(rule, SumRule) and rule.write_norm is not None
     return 1 / spectral_norm(delta) if has_norm else clip_factor(delta, clip)
 
 
 def written(values: Tensor, keys: Tensor, counted: Tensor, clip: float | Tensor | None, rule: Rule) -> Tensor:
-    """What a chunk adds to a state [·, h], of values [C, d] and keys [C, h]; counted: the keys, each times
-    its gate."""
+    """Returns the amount [·, h] that a chunk adds to a state.
+
+    Args:
+        values: Targets [C, d].
+        keys: Keys [C, h].
+        counted: The keys [C, h], each times its gate.
+        clip: Largest Frobenius norm of VᵀZ, or None.
+        rule: Under the ridge rule KᵀK is stacked below VᵀK.
+    """
     delta = values.T @ counted
     factor = write_factor(delta, clip, rule)
     return factor * (torch.cat([delta, keys.T @ counted]) if isinstance(rule, RidgeRule) else delta)
@@ -49,12 +61,14 @@ def fast_weight(
     gate: Tensor | None = None,
     keep_norms_of: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs [B, T, d] and final state, [B, d, h] or, by the ridge rule, [B, d + h, h]; arguments as in
-    `inplace_ttt.ops.fast_weight`."""
+    """Returns the outputs [B, T, d] and the final state; arguments as in `inplace_ttt.ops.fast_weight`.
+
+    The final state is [B, d, h], or [B, d + h, h] under the ridge rule.
+    """
     accurate = state_dtype(z.dtype)
     keys, values = z.to(accurate), v.to(accurate)
     w0 = keys.new_zeros(v.shape[-1], z.shape[-1]) if weight is None else weight.to(accurate)
-    out = keys @ w0.T  # what padding reads; documents are written over below
+    out = keys @ w0.T  # padding keeps this; documents are overwritten below
     kept = None if keep_norms_of is None else keep_norms_of.to(accurate)
     empty = w0.new_zeros(rule.state_rows(*w0.shape), w0.shape[1])
     states = []
@@ -76,11 +90,12 @@ def fast_weight(
 
 
 def _read(state: Tensor, rule: Rule) -> Tensor:
-    """What a key is read with [d, h]: the sum B of VᵀZ itself, or by the ridge rule the M that minimizes Σ ‖V
-    - ZMᵀ‖² + λ‖M‖².
+    """Returns the matrix M [d, h] that keys are multiplied by.
 
-    For the second the state holds the sum G of ZᵀZ below B, and M = B (G + λI)⁻¹, the normal equations. To λ
-    comes what rounding may have taken from G, 8 ε tr G, a constant to the gradient.
+    Under the sum rule M is the state itself, the sum B of VᵀZ. Under the ridge rule M minimizes Σ ‖V - ZMᵀ‖²
+    + λ‖M‖². The state then also holds the sum G of ZᵀZ below B, and the normal equations give M = B (G +
+    λI)⁻¹. λ is increased by 8 ε tr G, a bound on the rounding error of G; the gradient treats the increase as
+    a constant.
     """
     if not isinstance(rule, RidgeRule):
         return state

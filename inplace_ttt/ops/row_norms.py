@@ -1,9 +1,14 @@
-"""The form that keeps the row norms of W0 in what is read (extension): the walk of `chunked` with the raw sum
-S as its carry.
+"""The form that keeps W0's row norms in each read (extension): `chunked`'s walk with the raw sum S as carry.
 
-A chunk reads with M = (diag(s)(W0 + ηS) - W0)/η, so that Z W0ᵀ + η Z Mᵀ is Z (diag(s)(W0 + ηS))ᵀ; writes,
-resets and the sum over ranks do not change. The backward takes each write off again to know the S that a
-chunk had read, and keeps nothing a chunk.
+A chunk is read with M = (diag(s)(W0 + ηS) - W0)/η, so that Z W0ᵀ + η Z Mᵀ = Z (diag(s)(W0 + ηS))ᵀ. Writes,
+resets and the sum over ranks do not change. The backward subtracts each write again to recover the S that a
+chunk had read, so it stores nothing per chunk.
+
+    z       [B, T, h]
+    v       [B, T, d]
+    w0      [d, h]
+    s       [d, 1]       ‖row of W0‖ / ‖row of W0 + ηS‖
+    S, M    [d, h]       the state's dtype
 """
 
 from __future__ import annotations
@@ -34,8 +39,10 @@ def fast_weight(
     clip: float | Tensor | None = None,
     return_state: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """η Z_i M_iᵀ [B, T, d], to add to Z W0ᵀ, and the final state [B, d, h] if asked for; arguments as in
-    `inplace_ttt.ops.fast_weight`."""
+    """Returns η Z_i M_iᵀ [B, T, d], to be added to Z W0ᵀ, and the final state [B, d, h] if `return_state`.
+
+    Arguments as in `inplace_ttt.ops.fast_weight`; `w0` [d, h] is the matrix whose row norms are kept.
+    """
     out, state = _KeepingRowNorms.apply(z, v, w0, initial_state, float(eta), clip, layout, return_state, rule)
     return out, state if return_state else None
 
@@ -43,8 +50,8 @@ def fast_weight(
 class _KeepingRowNorms(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, z: Tensor, v: Tensor, w0: Tensor, initial_state: Tensor | None, eta: float, clip: float | Tensor | None,
-        layout: ChunkLayout, return_state: bool, rule: SumRule,
+        ctx: Any, z: Tensor, v: Tensor, w0: Tensor, initial_state: Tensor | None, eta: float,
+        clip: float | Tensor | None, layout: ChunkLayout, return_state: bool, rule: SumRule,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         ctx.save_for_backward(z, v, w0, initial_state)
         ctx.settings = eta, clip, layout, return_state, rule
@@ -64,7 +71,7 @@ class _KeepingRowNorms(torch.autograd.Function):
 
 @dataclass(eq=False, kw_only=True)
 class _Walk(Walk):
-    """w0: W0 [d, h], whose row norms are kept; d_w0 gathers its gradient."""
+    """A walk that keeps the row norms of w0 [d, h] and accumulates w0's gradient in `d_w0`."""
 
     w0: Tensor
 
@@ -93,7 +100,7 @@ class _Walk(Walk):
                 if carry is not None and chunk is not chunks[-1]:
                     carry -= self.add_delta(None, row, chunk)
             if carry is None or (chunk is chunks[0] and self.start_carry(row, number) is None):
-                continue  # nothing was written that it could have read
+                continue  # nothing was written before this chunk
             keys, grad = (x[row, chunk[0] : chunk[1]].to(self.dtype) for x in (self.z, d_out))
             d_state, d_w0 = through_row_norms(grad.T @ keys, carry, self.w0, self.eta)
             d_carry += d_state

@@ -1,16 +1,23 @@
-"""The op over a sequence that lies across ranks (paper §3.4, Algorithm 1): sum locally, scan across, apply
-locally.
+"""The op over a sequence split across ranks (paper §3.4, Algorithm 1): sum locally, scan, apply locally.
 
-Rank r of P holds tokens [r·T/P, (r+1)·T/P) of every row. Each sums the writes of its last document, which may
-go on at the next rank. What a rank starts from is a sum of such sums, given by the 0/1 matrix
-`ChunkLayout.links`, and the gradient goes the other way through its transpose. Every rank computes that for a
-slice of d: one all-to-all brings it all ranks' slices, another brings the results back, so a rank sends less
-than 2·d·h numbers whatever P is. One document over three ranks, with a, b, c for the three slices of d:
+Rank r of P holds tokens [r·T/P, (r+1)·T/P) of every row:
+
+    z                 [B, T/P, h]
+    v                 [B, T/P, d]
+    sums              [B, d, h]        writes of the rank's last document, which may continue on the next rank
+    links             [B, P+1, P+1]    0 or 1: the sums (columns) that each rank's start (row) adds up
+    start, final      [B, d, h]
+
+Under the ridge rule d + h replaces d in sums, start and final. A rank's starting state is a sum of earlier
+ranks' sums, given by the 0/1 matrix `ChunkLayout.links`. The gradient is given by its transpose. Each rank
+computes the starting states for one slice of d. One all-to-all collects that slice from all ranks, a second
+returns the results. So a rank sends less than 2·d·h numbers for any P. One document over three ranks, with a,
+b, c for the three slices of d:
 
                   rank 0             rank 1             rank 2
     local sums    Σ0                 Σ1                 Σ2                 [d, h]
     all-to-all    Σ0a  Σ1a  Σ2a      Σ0b  Σ1b  Σ2b      Σ0c  Σ1c  Σ2c      into slices
-    times links   0  Σ0a  Σ0a+Σ1a    0  Σ0b  Σ0b+Σ1b    0  Σ0c  Σ0c+Σ1c    what ranks 0, 1 and 2 start from
+    times links   0  Σ0a  Σ0a+Σ1a    0  Σ0b  Σ0b+Σ1b    0  Σ0c  Σ0c+Σ1c    starts of ranks 0, 1 and 2
     all-to-all    0                  Σ0                 Σ0 + Σ1            back to the ranks, [d, h]
 """
 
@@ -35,14 +42,14 @@ from .precision import state_dtype
 @overload
 def fast_weight_across_ranks(
     z: Tensor, v: Tensor, weight: Tensor | None, *, eta: float, layout: ChunkLayout, group: ProcessGroup,
-    initial_state: Tensor | None = ..., clip: float | Tensor | None = ..., rule: Rule = ..., gate: Tensor | None = ...,
-    keep_norms_of: Tensor | None = ..., return_state: Literal[False] = ...,
+    initial_state: Tensor | None = ..., clip: float | Tensor | None = ..., rule: Rule = ...,
+    gate: Tensor | None = ..., keep_norms_of: Tensor | None = ..., return_state: Literal[False] = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def fast_weight_across_ranks(
     z: Tensor, v: Tensor, weight: Tensor | None, *, eta: float, layout: ChunkLayout, group: ProcessGroup,
-    initial_state: Tensor | None = ..., clip: float | Tensor | None = ..., rule: Rule = ..., gate: Tensor | None = ...,
-    keep_norms_of: Tensor | None = ..., return_state: Literal[True],
+    initial_state: Tensor | None = ..., clip: float | Tensor | None = ..., rule: Rule = ...,
+    gate: Tensor | None = ..., keep_norms_of: Tensor | None = ..., return_state: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def fast_weight_across_ranks(
     z: Tensor,
@@ -59,12 +66,28 @@ def fast_weight_across_ranks(
     keep_norms_of: Tensor | None = None,
     return_state: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`fast_weight` for this rank's part of each row; a collective call, also in its backward.
+    """Computes `fast_weight` for this rank's part of each row. A collective call, also in its backward.
 
-    z [B, T/P, h], v [B, T/P, d] and gate [B, T/P] are this rank's tokens; `layout` is that of whole rows.
-    initial_state and the state returned, [B, d, h], or [B, d + h, h] by the ridge rule, are whole rows' and
-    the same on every rank; the initial state's gradients of all ranks add up to the whole one. Raises
-    InPlaceTTTError when a border between ranks would cut a chunk.
+    Args:
+        z: This rank's keys [B, T/P, h].
+        v: This rank's targets [B, T/P, d].
+        weight: W0 [d, h] or None, as in `fast_weight`.
+        eta: η, the factor of S.
+        layout: The layout of the full rows of T tokens.
+        group: The process group whose P ranks share each row.
+        initial_state: The full rows' state, equal on every rank: [B, d, h], or [B, d + h, h] under the ridge
+            rule. The ranks' gradients of it add up to the full gradient.
+        clip: As in `fast_weight`.
+        rule: As in `fast_weight`.
+        gate: This rank's gate [B, T/P].
+        keep_norms_of: As in `fast_weight`.
+        return_state: True also returns the full rows' final state, equal on every rank.
+
+    Returns:
+        This rank's outputs [B, T/P, d]. With `return_state` a pair: the outputs and the state.
+
+    Raises:
+        InPlaceTTTError: If a border between ranks would cut a chunk.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     part = layout.part(rank, ranks)
@@ -88,7 +111,10 @@ def fast_weight_across_ranks(
 def _links(
     layout: ChunkLayout, ranks: int, starts: bool, hands_on: bool, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """The links that this call has, on the host and on the device: copied once for all layers."""
+    """Returns the links that this call uses, on the host and on the device; copied once for all layers.
+
+    starts: the call has an initial state. hands_on: the call returns the final state.
+    """
     links = layout.links(ranks)
     if not starts:
         links[:, :, 0] = 0
@@ -98,7 +124,7 @@ def _links(
 
 
 class _Scan(torch.autograd.Function):
-    """(sums, initial state) of all ranks -> (this rank's start, the final state), each [B, ·, h]."""
+    """Maps (sums, initial state) of all ranks to this rank's start and the final state, each [B, ·, h]."""
 
     @staticmethod
     def forward(
@@ -132,7 +158,7 @@ class _Scan(torch.autograd.Function):
         exchange = _Exchange(some, ctx.group)
         into_start = exchange.all_to_all_into_slices(torch.zeros_like(some) if d_start is None else d_start)
         into_final = torch.zeros_like(into_start[:1])
-        if ctx.wants_final:  # every rank holds the final state, and its gradient is what they all make of it
+        if ctx.wants_final:  # every rank holds the final state, so its gradient is the sum over ranks
             into_final = exchange.all_to_all_into_slices(
                 torch.zeros_like(some) if d_final is None else d_final
             ).sum(0, keepdim=True)
@@ -147,8 +173,10 @@ class _Scan(torch.autograd.Function):
 
 
 class _Exchange:
-    """Matrices [B, d, h] of every rank, in slices of d: rank r holds slice r of all of them, [P, B, ⌈d/P⌉,
-    h]."""
+    """Exchanges matrices [B, d, h] of all ranks in slices of d.
+
+    Rank r holds slice r of every rank's matrix: [P, B, ⌈d/P⌉, h].
+    """
 
     def __init__(self, like: Tensor, group: ProcessGroup) -> None:
         self.group, self.rank, self.ranks = group, dist.get_rank(group), dist.get_world_size(group)
@@ -169,17 +197,17 @@ class _Exchange:
         return self._slices(whole)[self.rank]
 
     def all_to_all_into_slices(self, whole: Tensor) -> Tensor:
-        """This rank's matrix to all, slice by slice: slice `rank` of every rank's matrix."""
+        """Sends each rank its slice of this rank's matrix; returns slice `rank` of every rank's matrix."""
         return self._all_to_all(self._slices(whole))
 
     def all_to_all_back(self, slices: Tensor) -> Tensor:
-        """The reverse: slices for every rank's matrix to their ranks: this rank's matrix [B, d, h]."""
+        """Returns this rank's matrix [B, d, h], from slices for every rank's matrix: the reverse exchange."""
         batch, width, columns = self.slice_shape
         received = self._all_to_all(slices).transpose(0, 1)
         return received.reshape(batch, width * self.ranks, columns)[:, : self.rows].contiguous()
 
     def placed(self, own: Tensor) -> Tensor:
-        """This rank's slice in a matrix that is zero elsewhere."""
+        """Returns a matrix that holds this rank's slice and zero elsewhere."""
         batch, width, columns = self.slice_shape
         whole = own.new_zeros(batch, self.ranks, width, columns)
         whole[:, self.rank] = own

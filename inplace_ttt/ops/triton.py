@@ -1,4 +1,12 @@
-"""Binds the Triton kernels of `kernels`: whether they can run here, and the call."""
+"""Binds the Triton kernels of `kernels`: the test of whether they can run here, and the calls.
+
+Shapes:
+
+    z        [B, T, h]    half precision or float32, on CUDA
+    v        [B, T, d]    z's dtype
+    weight   [d, h]       z's dtype, or None
+    state    [B, d, h]    float32
+"""
 
 from __future__ import annotations
 
@@ -11,13 +19,15 @@ from ..errors import InPlaceTTTError, how_to_install
 from ..layout import ChunkLayout
 
 _HALF = (torch.float16, torch.bfloat16)
-_said: set[str] = set()
+_warned: set[str] = set()
 
 
 @torch.compiler.assume_constant_result
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the kernels do not run on tensors of this device and dtype, as the end of a sentence; None if they
-    do."""
+    """Returns the reason why the kernels cannot run on this device and dtype, or None if they can.
+
+    The reason is the end of a sentence.
+    """
     try:
         from ..kernels import unsupported
     except ModuleNotFoundError as error:
@@ -27,17 +37,16 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
 
 @torch.compiler.assume_constant_result
 def preferred(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether "auto" takes the kernels: in half precision on CUDA, where they can run. Says once why they
-    cannot.
+    """Returns True if "auto" selects the kernels: in half precision on CUDA, if they can run there.
 
-    In float32 a product takes so much longer that the running matrix in memory costs nothing, and cuBLAS is
-    the faster.
+    Warns once per reason if they cannot. In float32 a product takes so much longer that keeping the running
+    matrix in memory costs nothing by comparison, and cuBLAS is faster.
     """
     if device.type != "cuda" or dtype not in _HALF:
         return False
     reason = unavailable(device, dtype)
-    if reason is not None and reason not in _said:
-        _said.add(reason)
+    if reason is not None and reason not in _warned:
+        _warned.add(reason)
         warnings.warn(
             f"The fast weight runs without its Triton kernels, which is slower: {reason}.", stacklevel=2
         )
@@ -45,15 +54,17 @@ def preferred(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def require(device: torch.device, dtype: torch.dtype) -> None:
-    """Raise where the kernels do not run."""
+    """Raises InPlaceTTTError if the kernels cannot run on this device and dtype."""
     reason = unavailable(device, dtype)
     if reason is not None:
         raise InPlaceTTTError(f"backend 'triton' cannot run here: {reason}; use backend 'chunked' or 'auto'.")
 
 
 def fuses(dtype: torch.dtype) -> bool:
-    """Whether W0 of this dtype can be the running weight: always, since the kernels keep W0 + ηS with
-    stochastic rounding."""
+    """Returns True for every dtype: W0 can be the running weight.
+
+    The kernels keep W0 + ηS with stochastic rounding.
+    """
     return True
 
 
@@ -68,8 +79,10 @@ def fast_weight(
     clip: float | Tensor | None = None,
     return_state: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Outputs [B, T, d] and, if asked for, the final state [B, d, h]; arguments as in
-    `inplace_ttt.ops.fast_weight`."""
+    """Returns the outputs [B, T, d] and the final state [B, d, h], or None without `return_state`.
+
+    Arguments as in `inplace_ttt.ops.fast_weight`.
+    """
     if isinstance(clip, Tensor):
         clip = clip.detach().to(z.device, torch.float32)
     elif clip is not None:
@@ -81,26 +94,30 @@ def fast_weight(
 
 
 def chunk_conv(x: Tensor, conv: Tensor, chunk_ids: Tensor, first_tap: int) -> Tensor:
-    """The convolution of `inplace_ttt.ops.conv`, in one pass; x [B, T, d], conv [d, 1, k], chunk_ids [B,
-    T]."""
+    """Computes the convolution of `inplace_ttt.ops.conv` in one pass.
+
+    x [B, T, d], conv [d, 1, k], chunk_ids [B, T] int32.
+    """
     return torch.ops.inplace_ttt.chunk_conv(x, conv, chunk_ids, first_tap)
 
 
 def factors(device: torch.device) -> bool:
-    """Whether the kernels factor float32 matrices here: on CUDA, where they can run."""
+    """Returns True if the kernels can factor float32 matrices on this device."""
     return device.type == "cuda" and unavailable(device, torch.float32) is None
 
 
 def inverse_factor(matrices: Tensor) -> Tensor:
-    """L⁻¹ [n, r, r] of the Cholesky factors of float32 matrices [n, r, r], which are overwritten; NaN where
-    there is none."""
+    """Returns L⁻¹ [n, r, r] of the Cholesky factors L of float32 matrices [n, r, r], which are overwritten.
+
+    A matrix without a Cholesky factor gives NaN.
+    """
     from ..kernels import inverse_factor
 
     return inverse_factor(matrices)
 
 
 def halves(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Two of bfloat16 that add up to x [n, a, b] float32, but for its last 8 bits."""
+    """Returns two bfloat16 tensors whose sum is the float32 x [n, a, b], except for x's last 8 bits."""
     from ..kernels import halves
 
     return halves(x)

@@ -1,1 +1,1 @@
-"""What reports share: pages from templates, pictures of evidence, means with their errors."""
+"""Shared parts of reports: pages from templates, charts, and means with their errors."""

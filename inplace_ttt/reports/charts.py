@@ -1,4 +1,4 @@
-"""Pictures of evidence as inline SVG, drawn by matplotlib where it is installed (the extra `plots`)."""
+"""Draws charts as inline SVG, with matplotlib (the extra `plots`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _INK, _BLUE, _ORANGE = "#1f2933", "#2f6db3", "#d9822b"
 
 
 def available() -> bool:
-    """Whether charts can be drawn here."""
+    """Returns True if matplotlib is installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -19,8 +19,15 @@ def available() -> bool:
 
 
 def svg(chart: dict[str, Any]) -> str:
-    """One chart as an <svg> element; kinds: heat (a matrix), bars (labels and values), curve (lines on log
-    axes)."""
+    """Draws one chart.
+
+    Args:
+        chart: title, axis labels, values, and kind: heat (a matrix), bars (labels and values) or curve (lines
+            on log axes).
+
+    Returns:
+        An <svg> element.
+    """
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -36,7 +43,7 @@ def svg(chart: dict[str, Any]) -> str:
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = re.sub(r"<metadata>.*?</metadata>", "", buffer.getvalue(), flags=re.DOTALL)
-    # one page holds many charts
+    # unique ids, because one page holds many charts
     prefix = "chart-" + re.sub(r"\W+", "-", chart["title"]).strip("-").lower() + "-"
     text = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{prefix}", text)
     return text[text.index("<svg") :].replace(
@@ -64,7 +71,7 @@ def _bars(axes: Any, chart: dict[str, Any]) -> None:
 
 
 def _curve(axes: Any, chart: dict[str, Any]) -> None:
-    # Lines that lie on each other are told apart: the first is wide and pale.
+    # The first line is wide and pale, so that lines on top of each other stay visible.
     styles = ((_ORANGE, 4.0, 0.55), (_BLUE, 1.5, 1.0))
     for (name, line), (colour, width, alpha) in zip(chart["lines"].items(), styles, strict=False):
         shown = [(a, v) for a, v in zip(chart["at"], line, strict=True) if v > 0]

@@ -1,5 +1,7 @@
-"""Pages out of the templates beside this file; style, script and pictures are inside the page, which loads
-nothing."""
+"""Renders pages from the templates beside this file.
+
+Style, script and pictures are inside the page, which loads nothing.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from typing import Any
 
 
 def render(template: str, **values: Any) -> str:
-    """A template with its values; in HTML every value is escaped."""
+    """Renders a template with its values; in HTML every value is escaped."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(

@@ -1,4 +1,4 @@
-"""A mean with its standard error, and a share with its interval."""
+"""Computes means with standard errors, and shares with intervals."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Mean:
-    """Mean of n values and its standard error; `vars` of it are its JSON keys."""
+    """Mean of n values and its standard error. `vars` returns its JSON keys."""
 
     mean: float
     stderr: float | None
@@ -17,22 +17,27 @@ class Mean:
 
     @classmethod
     def of(cls, values: Iterable[float], alone: float | None = None) -> Mean:
-        """alone: the standard error of a single value, which has none."""
+        """Computes the mean of values.
+
+        Args:
+            values: the values.
+            alone: standard error to report for a single value.
+        """
         values = list(values)
         n = len(values)
         mean = sum(values) / n
-        # Not statistics.stdev: values that are not finite give an error that is not finite, and no exception.
+        # Values that are not finite give an error that is not finite; statistics.stdev would raise.
         return cls(
             mean, (sum((x - mean) * (x - mean) for x in values) / (n - 1) / n) ** 0.5 if n > 1 else alone, n
         )
 
 
 def wilson(hits: Sequence[bool]) -> dict[str, Any]:
-    """The share of `hits` and its Wilson interval of 95 %."""
+    """Returns the share of `hits` and its 95 % Wilson interval."""
     n, share, z = len(hits), sum(hits) / len(hits), 1.96
     middle, scale = share + z * z / (2 * n), 1 + z * z / n
     half = z * (share * (1 - share) / n + z * z / (4 * n * n)) ** 0.5
-    # By rounding an end may lie beyond 0 or 1, or on the wrong side of a share that is 0 or 1.
+    # Rounding may move an end beyond 0 or 1, or past a share of 0 or 1.
     return {
         "share": share,
         "low": min(share, max(0.0, (middle - half) / scale)),

@@ -1,1 +1,1 @@
-"""Sessions: what a model has read, in memory (session), on disk (file), and held against a model (check)."""
+"""Sessions: the text that a model has read, in memory (session), in a file (file), checked (check)."""

@@ -1,5 +1,7 @@
-"""Whether what a session's file holds can be a session of a model: names, shapes, dtypes, counts, and numbers
-that are finite."""
+"""Checks that the contents of a session file fit a model.
+
+It checks names, shapes, dtypes and counts, and that all values are finite.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,20 @@ from ..surgery import config_of, fast_weights
 from .file import Header
 
 _MOST = 2**40
-"""Tokens of a session, to keep sums of counts within 64 bits."""
+"""Most tokens of a session, so that sums of counts fit in 64 bits."""
 
 
 def check_header(
     path: str | os.PathLike[str], header: Header, config: InPlaceTTTConfig, fingerprint: str
 ) -> None:
-    """Refuse, with an InPlaceTTTError, the session of another model or of another TTT config."""
+    """Raises InPlaceTTTError for the session of another model or of another TTT config.
+
+    Args:
+        path: the session file, for the message.
+        header: of the file.
+        config: the model's TTT config.
+        fingerprint: the model's.
+    """
     if header.config != config.to_dict():
         raise InPlaceTTTError(
             f"{path} was written under another TTT config than this model's; load it into the model that "
@@ -35,7 +44,7 @@ def check_header(
         measured = config.whitening is not None or config.normalize_targets
         raise InPlaceTTTError(
             f"{path} belongs to a model with other "
-            f"weights{', or was saved before what is measured on a text counted' if measured else ''} "
+            f"weights{', or was saved before fingerprints covered the calibration' if measured else ''} "
             f"(fingerprint {header.fingerprint[:12]}…); load it into the model that wrote it, or read its "
             "text again."
         )
@@ -44,8 +53,16 @@ def check_header(
 def check_session(
     path: str | os.PathLike[str], header: Header, tensors: Mapping[str, Tensor], model: PreTrainedModel
 ) -> None:
-    """Refuse, with an InPlaceTTTError, what a session of this model cannot be. Reads one token with the model
-    to know its cache."""
+    """Raises InPlaceTTTError for tensors that cannot be a session of this model.
+
+    The model reads one token, because the shapes of its cache are needed.
+
+    Args:
+        path: the session file, for the message.
+        header: of the file.
+        tensors: of the file.
+        model: converted model.
+    """
     _Session(path, header, tensors, model).run()
 
 
@@ -55,8 +72,17 @@ def check_streams(
     config: InPlaceTTTConfig,
     sizes: Mapping[int, tuple[int, int]],
 ) -> int:
-    """Refuse, with an InPlaceTTTError, fast weights that none of a model's can be; sizes: h and d of each TTT
-    layer. Gives their rows."""
+    """Raises InPlaceTTTError for tensors that cannot be a model's fast weights.
+
+    Args:
+        path: the session file, for the message.
+        tensors: of the file.
+        config: the model's TTT config.
+        sizes: TTT layer -> (h, d).
+
+    Returns:
+        The number of sequences in the session.
+    """
     check = _Streams(path, tensors, config, sizes)
     check.run()
     return check.rows
@@ -64,7 +90,13 @@ def check_streams(
 
 @dataclass(frozen=True)
 class _Layer:
-    """A decoder layer's cache, as the model makes it. keys, values: heads and width."""
+    """The cache of a decoder layer, as the model makes it.
+
+    Attributes:
+        keys: heads and width.
+        values: heads and width.
+        window: tokens that it keeps; None for all.
+    """
 
     keys: tuple[int, int]
     values: tuple[int, int]
@@ -73,7 +105,7 @@ class _Layer:
 
 @torch.no_grad()
 def _layers_of(model: PreTrainedModel) -> dict[int, _Layer]:
-    """The layers with a KV cache, from a forward of one token."""
+    """Returns the layers with a KV cache, found by a forward pass over one token."""
     cache = DynamicCache(config=model.config.get_text_config())
     with reading_text():
         model(torch.zeros(1, 1, dtype=torch.int64, device=model.device), **{CACHE: cache}, logits_to_keep=1)
@@ -87,10 +119,10 @@ def _layers_of(model: PreTrainedModel) -> dict[int, _Layer]:
 
 
 class _Streams:
-    """The fast weights' part."""
+    """Checks the fast weights of a session."""
 
     others: frozenset[str] = frozenset()
-    """Names of what a session holds beside its fast weights; `_check_others` looks at these."""
+    """Names of a session's other tensors, which `_check_others` checks."""
 
     def __init__(
         self,
@@ -119,13 +151,15 @@ class _Streams:
     def _require(self, holds: bool, what: str) -> None:
         if not holds:
             raise InPlaceTTTError(
-                f"{self.path} is no session of this model: {what}; take another copy of it, or read the "
+                f"{self.path} is not a session of this model: {what}; use another copy of it, or read the "
                 "text again."
             )
 
     def _shape(self, name: str, shape: list[int | None], *dtypes: torch.dtype) -> Tensor:
-        """The tensor of that name: there, of that shape (None: any), and of one of these dtypes (none:
-        floating)."""
+        """Returns the tensor of that name, which must exist with that shape (None: any) and dtype.
+
+        Without dtypes any floating dtype passes.
+        """
         self._require(name in self.tensors, f"{name} is missing")
         tensor = self.tensors[name]
         fits = tensor.ndim == len(shape) and all(
@@ -141,14 +175,14 @@ class _Streams:
         return tensor
 
     def _rows(self) -> int:
-        """Sequences in the session, by the first tensor that says so; the others must agree."""
+        """Returns the number of sequences, from the first tensor with a batch axis; the others must agree."""
         for name, tensor in sorted(self.tensors.items()):
             if tensor.ndim:
                 return tensor.shape[1 if name.endswith(".counts") and tensor.ndim > 1 else 0]
         return 0
 
     def _check_others(self) -> None:
-        """Nothing here."""
+        """Checks nothing; `_Session` overrides it."""
 
     def _names(self) -> None:
         kinds = ("counts", "state", "z", "x") if self.config.prompt_write is None else ("counts", "state")
@@ -172,7 +206,7 @@ class _Streams:
         if any(written) or self.config.prompt_write is not None or f"{name}.state" in self.tensors:
             self._shape(f"{name}.state", [self.rows, rows, width], torch.float32, torch.float64)
         if any(filled) or {f"{name}.z", f"{name}.x"} & set(self.tensors):
-            # then tokens and positions are held, not keys and sources
+            # z and x then hold tokens and positions, not keys and target sources
             by_gradient = self.config.target == "gradient"
             of_z, of_x, dtypes = (1, 1, (torch.int64,)) if by_gradient else (width, d, ())
             open_rows = self._shape(f"{name}.z", [self.rows, None, of_z], *dtypes).shape[1]
@@ -184,7 +218,7 @@ class _Streams:
 
 
 class _Session(_Streams):
-    """All of it."""
+    """Checks all of a session."""
 
     def __init__(
         self,
@@ -214,10 +248,12 @@ class _Session(_Streams):
             filled, written, _ = self.tensors[f"{index}.fast.counts"].tolist()
             taken = max(w * self.config.chunk_size + f for w, f in zip(written, filled, strict=True))
             held = self.tensors["tokens"].shape[1]
-            self._require(taken <= held, f"{index}.fast has taken in {taken} tokens, more than it holds")
+            self._require(
+                taken <= held, f"{index}.fast has read {taken} tokens, but the session holds {held}"
+            )
 
     def _asked_again(self) -> int:
-        """Tokens of open chunks, whose KV cache is kept for the gradient of the chunk's loss."""
+        """Returns the unfinished chunk's tokens; their KV cache is kept for the gradient of its loss."""
         counts = [
             self.tensors[f"{index}.fast.counts"] for index in self.sizes if self.config.target == "gradient"
         ]
@@ -237,14 +273,16 @@ class _Session(_Streams):
         if not kept:
             return
         layers = _layers_of(self.model)
-        self._require(set(kept) == set(map(str, layers)), f"its KV cache is of layers {shown(sorted(kept))}")
+        self._require(
+            set(kept) == set(map(str, layers)), f"its KV cache belongs to layers {shown(sorted(kept))}"
+        )
         lengths = {layer.length for layer in kept.values()}
         length = lengths.pop()
-        self._require(not lengths and 0 < length < _MOST, "its layers have seen different numbers of tokens")
+        self._require(not lengths and 0 < length < _MOST, "its layers have read different numbers of tokens")
         if "tokens" in self.tensors:
             self._require(
                 length <= self.tensors["tokens"].shape[1],
-                f"its KV cache has seen {length} tokens, more than it holds",
+                f"its KV cache has read {length} tokens, more than the session holds",
             )
         for index, layer in layers.items():
             window = kept[str(index)].window

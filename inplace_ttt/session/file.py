@@ -1,4 +1,4 @@
-"""A session's file: safetensors with one header, and a checksum over all of it."""
+"""Reads and writes session files: safetensors with one header and a checksum over everything."""
 
 from __future__ import annotations
 
@@ -23,14 +23,18 @@ from ..files.paths import require_regular
 from ..files.schema import from_values
 
 _FORMATS = ("inplace-ttt-state/1", "inplace-ttt-state/2")
-"""The first has no checksum."""
+"""The first format does not have a checksum."""
 _ENTRY = "session"
 
 
 @dataclass(frozen=True)
 class KeptAttention:
-    """What a decoder layer's cache holds. length: tokens it has seen; window: how many it keeps, None for
-    all."""
+    """The contents of a decoder layer's KV cache.
+
+    Attributes:
+        length: tokens that it has read.
+        window: tokens that it keeps; None for all.
+    """
 
     length: int
     window: int | None = None
@@ -38,8 +42,15 @@ class KeptAttention:
 
 @dataclass(frozen=True)
 class Header:
-    """config: of the TTT layers. fingerprint: of the model's weights. attention: by decoder layer, where the
-    KV cache is kept."""
+    """The header of a session file.
+
+    Attributes:
+        format: name and version.
+        config: the TTT config.
+        fingerprint: of the model's weights.
+        attention: decoder layer -> its KV cache, for layers whose cache is kept.
+        checksum: over the rest of the header and the tensors.
+    """
 
     format: str
     config: dict[str, Any]
@@ -49,20 +60,28 @@ class Header:
 
 
 def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], **header: Any) -> None:
-    """Write a session to `path`, in one step; header: the fields of `Header` beside format and checksum."""
+    """Writes a session to `path` in one step.
+
+    Args:
+        path: the file.
+        tensors: of the session.
+        header: the fields of `Header` except format and checksum.
+
+    Raises:
+        InPlaceTTTError: if `path` is a file that is not a session.
+    """
     held = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     values = {"format": _FORMATS[-1], **header}
-    # one entry: safetensors orders several at random
+    # a single entry, because safetensors orders several at random
     metadata = {_ENTRY: json.dumps({**values, "checksum": _checksum(values, held)})}
     with new_file(path, ours=_is_session(path)) as file:
         save_file(held, file, metadata)
 
 
 def refuse_to_replace(path: str | os.PathLike[str]) -> None:
-    """Refuse, before anything is read, a place that takes no file, or holds one that is neither empty nor a
-    session's.
+    """Raises InPlaceTTTError if a session cannot be written to `path`, before anything is read.
 
-    Raises InPlaceTTTError.
+    An existing file must be empty or a session, and its folder writable.
     """
     refuse_file(path, _is_session(path))
     with output_lock(path):
@@ -70,7 +89,7 @@ def refuse_to_replace(path: str | os.PathLike[str]) -> None:
 
 
 def _is_session(path: str | os.PathLike[str]) -> bool:
-    """True for a file that holds a session, by its header."""
+    """Returns True for a file that holds a session, according to its header."""
     try:
         with safe_open(path, framework="pt") as file:
             return _ENTRY in (file.metadata() or {})
@@ -79,8 +98,11 @@ def _is_session(path: str | os.PathLike[str]) -> bool:
 
 
 def read(path: str | os.PathLike[str]) -> tuple[Header, dict[str, Tensor]]:
-    """Header and tensors of a session's file, its checksum proved. Raises InPlaceTTTError for what is no such
-    file, or a damaged one."""
+    """Returns the header and tensors of a session file, after checking its checksum.
+
+    Raises:
+        InPlaceTTTError: if it is not a session file, or is damaged.
+    """
     problem = f"cannot read a session state from {path}"
     require_regular(path, problem)
     with reported(problem):
@@ -96,15 +118,12 @@ def read(path: str | os.PathLike[str]) -> tuple[Header, dict[str, Tensor]]:
     header = from_values(Header, values, f"{path}, its header")
     found = values.pop("checksum", None)
     if found != (_checksum(values, tensors) if header.format != _FORMATS[0] else None):
-        raise InPlaceTTTError(
-            f"{path} is damaged: it does not have the checksum that it was written with; take another copy "
-            "of it."
-        )
+        raise InPlaceTTTError(f"{path} is damaged: its checksum does not match; use another copy of it.")
     return header, tensors
 
 
 def _checksum(values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
-    """sha256 over the header and every tensor with its name, dtype and shape."""
+    """Returns the sha256 over the header and every tensor with its name, dtype and shape."""
     digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode())
     for name in sorted(tensors):
         tensor = tensors[name]

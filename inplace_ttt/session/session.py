@@ -1,4 +1,4 @@
-"""A session with a converted model: its fast weights and its KV cache; read, generate, save, load, fork."""
+"""A session with a converted model: its fast weights and its KV cache."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from ..errors import InPlaceTTTError, shown
 from ..families import CACHE
 from ..layer.cache import CarriesFastWeight, attach, only_written, plain_class, stop_recording, streams
 from ..layer.forward_context import reading_text
-from ..layer.prompt_stream import PromptStream, stream_class
+from ..layer.prompt_stream import stream_class
 from ..surgery import config_of, fast_weights
 from . import file as session_file
 from .check import check_header, check_session
+from .prompt import write_prompt
 
 _READ_AT_ONCE = 1024
 _GOES_ON_AS_ONE = {
@@ -30,21 +31,22 @@ _GOES_ON_AS_ONE = {
     "return_dict_in_generate": False,
     "use_cache": True,
     "cache_implementation": None,
-    "assistant_model": None,  # an assisted generation's first step takes no account of what a cache has read
+    "assistant_model": None,  # the first step of assisted generation ignores the tokens that a cache has read
     "assistant_early_exit": None,
     "prompt_lookup_num_tokens": None,
     "use_mtp": False,
 }
-"""Settings of `model.generate` under which a session is one cache and one sequence of tokens a row."""
+"""Settings of `model.generate` under which a session keeps one cache and one sequence per row."""
 
 
 class Session:
-    """A session with one converted model: its fast weights and, unless left out, its KV cache.
+    """A session with one converted model: its fast weights and, unless dropped, its KV cache.
 
-    cache: the transformers cache; it may also be passed to the model by hand, as `cache` (`past_key_values`
-        before transformers 5.24),
-    and what it then reads belongs into `tokens`.
-    tokens: the session's token ids [B, n], no padding; `model.generate` wants all of them.
+    Args:
+        model: a converted model.
+        cache: the transformers cache. It may also be passed to the model by hand, as `cache`
+            (`past_key_values` before transformers 5.24). Append the tokens that it then reads to `tokens`.
+        tokens: the session's token ids [B, n], int64, without padding; `model.generate` needs all of them.
     """
 
     def __init__(
@@ -56,30 +58,32 @@ class Session:
 
     @property
     def chunks_written(self) -> int:
-        """Chunks written so far, over all sequences (each TTT layer writes every one of them)."""
+        """The number of chunks written so far, over all sequences. Each TTT layer writes every chunk."""
         return max((sum(stream.written) for stream in streams(self.cache).values()), default=0)
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the fast-weight states S, all layers and sequences; 0 before the first complete chunk."""
+        """Bytes of the states S, over all layers and sequences; 0 before the first complete chunk."""
         return sum(s.state.nbytes for s in streams(self.cache).values() if s.state is not None)
 
     @torch.no_grad()
     def read(
         self, ids: Tensor, *, readings: int = 1, up_to_last: bool = False, progress: bool = False
     ) -> None:
-        """Append token ids [B, n] to the session and read what its cache has not seen, some at a time.
+        """Appends token ids to the session, and reads the tokens that its cache has not read.
+
+        The tokens are read some at a time.
 
         Args:
-            ids: token ids [B, n], whole numbers.
+            ids: token ids [B, n], integers.
             readings: how many times to read the text. After each reading but the last the KV cache is
                 dropped, as by `drop_kv_cache`.
             up_to_last: leave the last token for `model.generate`, which reads it.
             progress: show a bar on stderr.
 
         Raises:
-            InPlaceTTTError: if `ids` are not token ids of this model, or the cache has read tokens that the
-                session does not know.
+            InPlaceTTTError: if `ids` are not token ids of this model, or the cache has read tokens that are
+                missing in `tokens`.
 
         Example:
             >>> session.read(tokenizer(notes, return_tensors="pt").input_ids, readings=4)
@@ -109,7 +113,7 @@ class Session:
         self.tokens = tokens
 
     def _with(self, ids: Tensor) -> Tensor:
-        """The session's tokens and `ids` after them [B, n]."""
+        """Returns the session's tokens followed by `ids`, [B, n]."""
         if (
             not isinstance(ids, Tensor)
             or ids.dim() != 2
@@ -125,7 +129,7 @@ class Session:
         known = self.model.get_input_embeddings().num_embeddings
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < known:
             raise InPlaceTTTError(
-                f"the model knows token ids from 0 to {known - 1}, got {int(ids.min())} to {int(ids.max())}."
+                f"the model's token ids are 0 to {known - 1}, got {int(ids.min())} to {int(ids.max())}."
             )
         self._refuse_unknown()
         held = {stream.batch for stream in streams(self.cache).values() if not stream.is_empty} | (
@@ -141,25 +145,31 @@ class Session:
         return torch.cat([self.tokens, ids.long().to(self.tokens.device)], dim=1)
 
     def _refuse_unknown(self) -> None:
-        """Whatever comes next would be read at another place than its own."""
+        """Raises InPlaceTTTError if later tokens would be read at wrong positions."""
         for stream in streams(self.cache).values():
             stream.check_holds_state()
         known, read = 0 if self.tokens is None else self.tokens.shape[1], self.cache.get_seq_length()
         if read > known:
             raise InPlaceTTTError(
-                f"the session's cache has read {read} tokens and the session knows {known}: it was passed "
-                "to the model by hand, or a call "
-                "was interrupted; append what was read to `tokens`, or go on with a fork or a file from "
-                "before."
+                f"the session's cache has read {read} tokens and the session holds {known}: it was passed "
+                "to the model by hand, or a call was interrupted; append the missing token ids to `tokens`, "
+                "or continue from an earlier fork or file."
             )
 
     @torch.no_grad()
     def write_prompt(self, ids: Tensor, *, progress: bool = False) -> None:
-        """Append token ids [B, n], with which the prompt ends, read them, and write the prompt
-        (`prompt_write` of the config).
+        """Reads the end of the prompt, then writes the prompt (`prompt_write` of the config).
 
-        Once in a session. Its last token is left, to be read again with what was written. Raises
-        InPlaceTTTError where the config has no `prompt_write`, and for prompts of less than three tokens.
+        This happens once per session. The prompt's last token is left, to be read again with the written
+        weights.
+
+        Args:
+            ids: token ids [B, n], the end of the prompt.
+            progress: show a bar on stderr.
+
+        Raises:
+            InPlaceTTTError: if the config lacks `prompt_write`, the prompt has less than three tokens, or the
+                session's prompt is already written.
         """
         if config_of(self.model).prompt_write is None:
             raise InPlaceTTTError(
@@ -174,7 +184,8 @@ class Session:
                 "one."
             )
         self.read(ids[:, :-1], progress=progress)
-        self.cache.activate_past_recording()  # or a layer with a window could not take its last token back
+        # otherwise a layer with a window could not drop its last token again
+        self.cache.activate_past_recording()
         try:
             self.read(ids[:, -1:])
             write_prompt(self.model, self.cache)
@@ -182,24 +193,35 @@ class Session:
             stop_recording(self.cache)
 
     def generate(self, ids: Tensor, *, progress: bool = False, **kwargs: Any) -> Tensor:
-        """Read token ids [B, n], then go on: the new tokens [B, m], which join the session. kwargs: as for
-        `model.generate`, no padding.
+        """Reads token ids, then generates. The new tokens become part of the session.
 
-        Where the config has `prompt_write` and nothing is written yet, the prompt ends here and is written.
-        In a batch, a row that ends before the others is padded by `model.generate`, and what it pads is read
-        as text.
+        If the config has `prompt_write` and nothing is written yet, the prompt ends here and is written. In a
+        batch, a row that ends before the others is padded by `model.generate`, and its padding is read as
+        text.
+
+        Args:
+            ids: token ids [B, n].
+            progress: show a bar on stderr.
+            kwargs: arguments for `model.generate`, without padding.
+
+        Returns:
+            The new token ids [B, m].
+
+        Raises:
+            InPlaceTTTError: if `ids` do not fit the session, a setting of `model.generate` does not work with
+                a session, or no token is left to generate from.
         """
         settings = kwargs.get("generation_config") or self.model.generation_config
         for name, wanted in _GOES_ON_AS_ONE.items():
             if (asked := kwargs.get(name, getattr(settings, name, None))) not in (None, wanted):
                 raise InPlaceTTTError(
-                    "a session goes on as one sequence of tokens a row, in its own cache; leave "
+                    "a session continues one sequence of tokens per row, in its own cache; leave "
                     f"{name}={shown(asked)} out of the "
                     "arguments and of generation_config.json, or use model.generate."
                 )
         if (mask := kwargs.pop("attention_mask", None)) is not None and not bool(torch.as_tensor(mask).all()):
             raise InPlaceTTTError(
-                "a session's rows have no padding; give token ids of one length, or a session to each row."
+                "a session's rows have no padding; give token ids of one length, or one session per row."
             )
         self._with(ids)
         if self._awaits_write(ids):
@@ -214,7 +236,7 @@ class Session:
                 "it at least one more."
             )
         mask = torch.ones_like(self.tokens)
-        # the token that is left of what was given, also where it is the only one
+        # the last given token is read inside `generate`, even if it is the only one
         with reading_text(forwards=1):
             self.tokens = self.model.generate(
                 self.tokens, attention_mask=mask, **{CACHE: self.cache}, **kwargs
@@ -222,13 +244,13 @@ class Session:
         return self.tokens[:, known:]
 
     def _awaits_write(self, ids: Tensor) -> bool:
-        """Whether a prompt that ends with `ids` is to be written, and long enough for it."""
+        """Returns True if a prompt that ends with `ids` must be written and is long enough."""
         known = 0 if self.tokens is None else self.tokens.shape[1]
         wanted = config_of(self.model).prompt_write is not None and not self.chunks_written
         return wanted and ids.shape[1] > 0 and known + ids.shape[1] > 2
 
     def fork(self) -> Session:
-        """An independent copy: what one branch reads, the other does not know."""
+        """Returns an independent copy: tokens that one of the two reads do not reach the other."""
         for stream in streams(self.cache).values():
             stream.check_holds_state()
         return Session(
@@ -236,15 +258,21 @@ class Session:
         )
 
     def drop_kv_cache(self) -> Session:
-        """A state with the same fast weights and an empty KV cache: only what was written is left."""
+        """Returns a session without the KV cache; the fast weights and the unfinished chunk stay."""
         fresh = Session(self.model)
         only_written(self.cache, fresh.cache)
         return fresh
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the session to one safetensors file, with the model's fingerprint and a checksum; replaces
-        the file in one step."""
-        if self.tokens is not None:  # a session without them keeps what a cache has read by hand
+        """Writes the session to one safetensors file, replacing it in one step.
+
+        The file holds the model's fingerprint and a checksum.
+
+        Raises:
+            InPlaceTTTError: if the cache has read tokens that are missing in `tokens`, or is of a kind that
+                cannot be saved.
+        """
+        if self.tokens is not None:  # without tokens, a cache that was used by hand is saved as it is
             self._refuse_unknown()
         tensors: dict[str, Tensor] = {}
         attention: dict[int, dict[str, int | None]] = {}
@@ -261,7 +289,7 @@ class Session:
                         "state.drop_kv_cache()."
                     )
                 window = getattr(layer, "sliding_window", None)
-                # more is there while past is recorded
+                # a layer that records its past holds more
                 kept = slice(None) if window is None else slice(-window + 1 - again, None)
                 tensors |= {
                     f"{index}.keys": layer.keys[:, :, kept],
@@ -280,8 +308,15 @@ class Session:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: PreTrainedModel) -> Session:
-        """Read a session saved by `save`; refuses what is damaged, and the session of another model or of
-        another TTT config."""
+        """Reads a session saved by `save`.
+
+        Args:
+            path: the session file.
+            model: the model that wrote it.
+
+        Raises:
+            InPlaceTTTError: if the file is damaged, or of another model or another TTT config.
+        """
         header, tensors = session_file.read(path)
         config = config_of(model)
         check_header(path, header, config, fingerprint_of(model))
@@ -312,17 +347,3 @@ class Session:
             if held:
                 attach(state.cache, index, stream_class(config).restore(held, config, model.dtype))
         return state
-
-
-def write_prompt(model: PreTrainedModel, cache: Cache) -> None:
-    """Write the prompt that a cache has read, and take its last token back, to be read again with what was
-    written.
-
-    The cache must have recorded its past since that token at the latest (`cache.activate_past_recording()`).
-    """
-    layers = fast_weights(model)
-    for index, stream in streams(cache).items():
-        assert isinstance(stream, PromptStream)
-        stream.write(layers[index])
-    cache.crop(-1)
-    stop_recording(cache)

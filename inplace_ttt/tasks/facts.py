@@ -1,10 +1,12 @@
-"""Invented facts: what no text says but the one that tells them, and the ways of asking for them.
+"""Invented facts, which occur in no other text, and questions about them.
 
-A record is about a place whose name is made of syllables. Five sentences tell it: its keeper, where the
-keeper was born, the number of its vault, and its captain twice, of which the later one counts. Keepers and
-captains have common first names, each its own in a document. It is asked for in the sentence's own words, in
-others, from the answer back to what it was said of, over two sentences, and for what changed; and as much is
-asked of a place that nothing was told of.
+A record is about a place with a name of random syllables. Five sentences state it: its keeper, the keeper's
+place of birth, the number of its vault, and its captain twice. The later captain counts. Keepers and captains
+have common first names; all are different within a document.
+
+The questions use a sentence's own words, other words, the reverse direction (from the answer to its subject),
+two sentences, and the changed captain. One further question per record asks about a place that the document
+does not mention.
 """
 
 from __future__ import annotations
@@ -36,9 +38,12 @@ _FIRST_NAMES = (
     "Thomas Victor Walter William"
 )
 PEOPLE = tuple(_FIRST_NAMES.split())
-"""Each a token of its own in most vocabularies, so that saying one is no feat of spelling."""
+"""First names.
+
+Each is one token in most vocabularies, so that an answer does not depend on spelling.
+"""
 MOST = len(PEOPLE) // 3
-"""Records of a document, each of which takes three people."""
+"""Largest number of records of a document. Each takes three people."""
 _BEGIN = (
     "B",
     "Br",
@@ -69,20 +74,24 @@ _END = ("b", "ck", "d", "l", "lm", "ld", "m", "n", "nd", "r", "rk", "rt", "s", "
 _SYLLABLES = frozenset(map("".join, itertools.product(_BEGIN, _VOWEL, _END)))
 
 Encode = Callable[[str], list[int]]
-"""Token ids of a text that stands within another, without special tokens."""
+"""Returns the token ids of a text inside another, without special tokens."""
 
 
 def apart(sentence: str, *, closed: bool = False) -> str:
-    """How a sentence stands in a text: after a blank line, and before one where it is closed."""
+    """Returns a sentence with a blank line before it and, if `closed`, after it."""
     return f"\n\n{sentence}\n\n" if closed else f"\n\n{sentence}"
 
 
 @dataclass(frozen=True)
 class Question:
-    """prompt: ends before the space that the answer follows. options: what the document tells that an answer
-        could be, the right one too.
+    """A question about a document.
 
-    answer: None for what was never told. earlier: what was told before and no longer counts.
+    Attributes:
+        kind: one of `KINDS`.
+        prompt: text up to the space before the answer.
+        answer: the right answer; None if the document states none.
+        options: all stated values that an answer could be, the right one included.
+        earlier: an outdated answer, or None.
     """
 
     kind: str
@@ -94,7 +103,12 @@ class Question:
 
 @dataclass(frozen=True)
 class Facts:
-    """sentences: in the order in which they are told."""
+    """Facts of a document.
+
+    Attributes:
+        sentences: the sentences, in the order in which they are stated.
+        questions: the questions.
+    """
 
     sentences: tuple[str, ...]
     questions: tuple[Question, ...]
@@ -110,7 +124,12 @@ class _Record:
 
 
 def invent(records: int, seed: str) -> Facts:
-    """Facts about so many places, `MOST` at the most, and the questions. The same seed gives the same."""
+    """Invents facts about places, with questions. The same seed gives the same facts.
+
+    Args:
+        records: number of places, at most `MOST`.
+        seed: seed of the facts.
+    """
     generator = random.Random(f"facts {seed}")
     towns, numbers, people = (
         names(generator),
@@ -158,9 +177,12 @@ def _questions(told: list[_Record], others: list[str]) -> Iterator[Question]:
 
 
 def names(generator: random.Random) -> Iterator[str]:
-    """Words of two syllables, the first of which is no other's, so that one is known by its beginning.
+    """Yields words of two syllables with different first syllables.
 
-    Raises InPlaceTTTError where there is no other one.
+    A word's beginning therefore identifies it.
+
+    Raises:
+        InPlaceTTTError: if the names are used up.
     """
     known: set[str] = set()
     while len(known) < len(_SYLLABLES):

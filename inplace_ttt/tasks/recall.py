@@ -1,9 +1,9 @@
-"""The recall task: key-value pairs, a stretch of filler, then every key again, to be answered with its value.
+"""The recall task: key-value pairs, then filler, then every key again, to be answered with its value.
 
 The filler is longer than the model's attention window, so that only a fast weight can carry the pairs across
 it. A row is one document: `pairs` times (key, value), filler, `pairs` times (key, value) in another order.
-Ids 0 to vocabulary/4 are filler, up to vocabulary/2 keys, the rest values. A key stands once among the pairs;
-values repeat as they fall. Labels are -100 except at the values of the second half, and are not shifted:
+Ids 0 to vocabulary/4 are filler, up to vocabulary/2 keys, the rest values. The keys of a row are different;
+values may repeat. Labels are -100 except at the values of the second half. They are not shifted, because
 transformers shifts them.
 """
 
@@ -25,8 +25,24 @@ if TYPE_CHECKING:
 def recall_data(
     rows: int, pairs: int, vocabulary: int, length: int, seed: int, held_out: bool = False
 ) -> Dataset:
-    """`rows` rows of `length` tokens: input_ids, position_ids, labels. Row i depends on seed, held_out and i
-    alone."""
+    """Makes rows of the recall task.
+
+    Row i depends only on seed, held_out and i.
+
+    Args:
+        rows: number of rows.
+        pairs: number of key-value pairs per row.
+        vocabulary: number of token ids.
+        length: tokens per row.
+        seed: seed of the rows.
+        held_out: make rows for evaluation, which differ from the training rows.
+
+    Returns:
+        A dataset with int32 columns input_ids, position_ids and labels.
+
+    Raises:
+        InPlaceTTTError: if the vocabulary has too few keys, or a row is too short.
+    """
     import numpy as np
     from datasets import Dataset, Features, List, Value
 
@@ -34,14 +50,12 @@ def recall_data(
     if not 1 <= pairs <= keys:
         raise InPlaceTTTError(
             f"recall asks for {pairs} pairs, but a vocabulary of {vocabulary} has {keys} keys; lower "
-            "data.recall.pairs or raise "
-            "data.recall.vocabulary."
+            "data.recall.pairs or raise data.recall.vocabulary."
         )
     if length < 4 * pairs:
         raise InPlaceTTTError(
             f"recall of {pairs} pairs takes at least {4 * pairs} tokens, sequence_length is {length}; "
-            "lower data.recall.pairs or "
-            "raise data.sequence_length."
+            "lower data.recall.pairs or raise data.sequence_length."
         )
     ids = np.empty((rows, length), dtype=np.int32)
     for row in range(rows):
@@ -55,7 +69,7 @@ def recall_data(
 
 
 def _row(pairs: int, vocabulary: int, length: int, random: np.random.Generator) -> np.ndarray:
-    """Token ids [length]."""
+    """Returns the token ids [length] of one row."""
     import numpy as np
 
     first_key, first_value = vocabulary // 4, vocabulary // 2
@@ -67,7 +81,15 @@ def _row(pairs: int, vocabulary: int, length: int, random: np.random.Generator) 
 
 @torch.no_grad()
 def recall_accuracy(model: nn.Module, data: Dataset, batch_size: int = 32) -> float:
-    """Share of the labelled tokens that `model` finds most probable; chance is one in vocabulary/2."""
+    """Returns the share of labels that the model finds most probable.
+
+    Chance is one in vocabulary/2.
+
+    Args:
+        model: a causal language model.
+        data: rows of `recall_data`.
+        batch_size: rows per batch.
+    """
     device = next(model.parameters()).device
     right = asked = 0
     for batch in data.with_format("torch").iter(batch_size=batch_size):

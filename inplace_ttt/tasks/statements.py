@@ -1,8 +1,8 @@
-"""Statements of invented facts, for training: what is said once and has to be known when it is said again.
+"""Statements of invented facts, for training: they occur once, and have to be recalled when they repeat.
 
-Their subjects and answers are of the kinds that `tasks.facts` asks for, places and towns of syllables, first
-names, numbers, and some common words; their relations are others, so that what is asked there is in no
-sentence that a model was trained on.
+Their subjects and answers are of the kinds of `tasks.facts`: places and towns of random syllables, first
+names, numbers, and some common words. Their relations are different, so that no training sentence holds a
+fact that `tasks.facts` asks for.
 """
 
 from __future__ import annotations
@@ -81,14 +81,19 @@ _RELATIONS = [
 
 @dataclass(frozen=True)
 class Statement:
-    """prompt: ends before the space that the answer follows."""
+    """A sentence that ends with its answer.
+
+    Attributes:
+        prompt: text up to the space before the answer.
+        answer: the answer.
+    """
 
     prompt: str
     answer: str
 
 
 def statements(number: int, generator: random.Random) -> list[Statement]:
-    """So many of them, no two of which begin alike."""
+    """Returns `number` statements with different prompts."""
     invented = names(generator)
     found: dict[str, str] = {}
     while len(found) < number:

@@ -21,8 +21,8 @@ from inplace_ttt.layer.stream import FastWeightStream
 from inplace_ttt.layer.whitened_keys import WhitenedKeys
 from inplace_ttt.layer.write_gate import WriteGate
 from inplace_ttt.layout import ChunkLayout
-from inplace_ttt.ops import form_of, forms, least_squares, normal_equations
-from inplace_ttt.ops.least_squares import _Walk
+from inplace_ttt.ops import form_of, forms, least_squares_walk, normal_equations
+from inplace_ttt.ops.least_squares_walk import Walk
 from inplace_ttt.rules import RidgeRule
 from inplace_ttt.surgery import fast_weights
 
@@ -126,7 +126,7 @@ def read_unwhitened(patch: Patch) -> None:
 def other_damping(factor: float) -> Callable[[Patch], None]:
     def plant(patch: Patch) -> None:
         real = normal_equations.factor
-        for module in (least_squares, normal_equations):
+        for module in (least_squares_walk, normal_equations):
             patch.setattr(
                 module, "factor", lambda gram, ridge, beside=None: real(gram, factor * ridge, beside)
             )
@@ -140,16 +140,16 @@ def gram_of(keys: Tensor, rows: int) -> Tensor:
 
 
 def gram_over_documents(patch: Patch) -> None:
-    def start(self: _Walk, row: int, number: int) -> Tensor:
+    def start(self: Walk, row: int, number: int) -> Tensor:
         begins = [(stop - stop % self.layout.chunk_size) for _, stop in self.layout.documents[row][:number]]
         return real(self, row, number) + sum(gram_of(self.k[row, :stop], self.d) for stop in begins)
 
-    real = _Walk.start
-    patch.setattr(_Walk, "start", start)
+    real = Walk.start
+    patch.setattr(Walk, "start", start)
 
 
 def gram_of_padding(patch: Patch) -> None:
-    def start(self: _Walk, row: int, number: int) -> Tensor:
+    def start(self: Walk, row: int, number: int) -> Tensor:
         state = real(self, row, number)
         if self.keeps_state:
             return state
@@ -158,32 +158,32 @@ def gram_of_padding(patch: Patch) -> None:
             padding[begin:stop] = False
         return state + gram_of(self.k[row, padding], self.d)
 
-    real = _Walk.start
-    patch.setattr(_Walk, "start", start)
+    real = Walk.start
+    patch.setattr(Walk, "start", start)
 
 
-def writing(change: Callable[[_Walk, int, Any, Tensor, Tensor], Tensor]) -> Callable[[Patch], None]:
+def writing(change: Callable[[Walk, int, Any, Tensor, Tensor], Tensor]) -> Callable[[Patch], None]:
     """change: the walk, a row, a group of one chunk, the sums before and after it -> those after it."""
 
-    def with_writes(self: _Walk, row: int, group: Any, state: Tensor) -> tuple[Tensor, Tensor]:
+    def with_writes(self: Walk, row: int, group: Any, state: Tensor) -> tuple[Tensor, Tensor]:
         before, after = real(self, row, group, state)
         return before, change(self, row, group, state, after)
 
-    real = _Walk.with_writes
-    return lambda patch: patch.setattr(_Walk, "with_writes", with_writes)
+    real = Walk.with_writes
+    return lambda patch: patch.setattr(Walk, "with_writes", with_writes)
 
 
-def unclipped_gram(walk: _Walk, row: int, group: Any, before: Tensor, after: Tensor) -> Tensor:
+def unclipped_gram(walk: Walk, row: int, group: Any, before: Tensor, after: Tensor) -> Tensor:
     return torch.cat(
         [after[: walk.d], before[walk.d :] + gram_of(walk.of(walk.k[row], group)[0].to(walk.dtype), 0)]
     )
 
 
-def rounded_gram(walk: _Walk, row: int, group: Any, before: Tensor, after: Tensor) -> Tensor:
+def rounded_gram(walk: Walk, row: int, group: Any, before: Tensor, after: Tensor) -> Tensor:
     return torch.cat([after[: walk.d], after[walk.d :].bfloat16().to(after.dtype)])
 
 
-def gram_of_the_first_row(walk: _Walk, row: int, group: Any, before: Tensor, after: Tensor) -> Tensor:
+def gram_of_the_first_row(walk: Walk, row: int, group: Any, before: Tensor, after: Tensor) -> Tensor:
     return torch.cat(
         [after[: walk.d], before[walk.d :] + gram_of(walk.of(walk.k[0], group)[0].to(walk.dtype), 0)]
     )
@@ -245,11 +245,11 @@ def reset_keeps_gram(patch: Patch) -> None:
 
 
 def no_gradient_through_the_gram(patch: Patch) -> None:
-    def through_write(self: _Walk, row: int, group: Any, d_after: Tensor, into: Any) -> None:
+    def through_write(self: Walk, row: int, group: Any, d_after: Tensor, into: Any) -> None:
         real(self, row, group, without_gram(d_after), into)
 
-    real = _Walk.through_write
-    patch.setattr(_Walk, "through_write", through_write)
+    real = Walk.through_write
+    patch.setattr(Walk, "through_write", through_write)
 
 
 def centre_not_subtracted(patch: Patch) -> None:
@@ -288,13 +288,13 @@ def later_layer_damped_more(model: PreTrainedModel) -> None:
 def gate_of_targets_alone(patch: Patch) -> None:
     """The gate weighs what goes into B, and G counts every token once."""
 
-    def with_writes(self: _Walk, row: int, group: Any, state: Tensor) -> tuple[Tensor, Tensor]:
+    def with_writes(self: Walk, row: int, group: Any, state: Tensor) -> tuple[Tensor, Tensor]:
         before, after = real(self, row, group, state)
         keys = self.of(self.k[row], group).to(self.dtype)
         return before, torch.cat([after[: self.d], state[self.d :] + (keys.mT @ keys).sum(0)])
 
-    real = _Walk.with_writes
-    patch.setattr(_Walk, "with_writes", with_writes)
+    real = Walk.with_writes
+    patch.setattr(Walk, "with_writes", with_writes)
 
 
 def gating(change: Callable[[Tensor], Tensor]) -> Callable[[Patch], None]:

@@ -99,9 +99,9 @@ def test_declared_and_stale() -> None:
     assert report.undeclared == ["layer-spacing"]
     assert report["chunk-size"].declared == "short documents"
     assert report.stale_declarations == [declared[1]]
-    with pytest.raises(InPlaceTTTError, match="'chunksize' is declared, which is no item"):
+    with pytest.raises(InPlaceTTTError, match="'chunksize' is not the id of an item"):
         audit_model(converted("llama"), declared=[Declaration("chunksize", "typo")])
-    with pytest.raises(InPlaceTTTError, match="says no reason"):
+    with pytest.raises(InPlaceTTTError, match="has an empty `why`"):
         audit_model(converted("llama"), declared=[Declaration("chunk-size", " ")])
 
 
@@ -167,7 +167,7 @@ def test_a_low_rank_adapter() -> None:
     adapted, random = get_peft_model(converted("llama"), adapter), torch.random.get_rng_state()
     report = audit_model(adapted)
     assert report.undeclared == TINY and torch.equal(torch.random.get_rng_state(), random)
-    assert not [r.item.id for r in report.items if "quantised or wrapped" in r.outcome.found]
+    assert not [r.item.id for r in report.items if "quantized or wrapped" in r.outcome.found]
 
 
 def test_a_kernel_of_one_tap() -> None:
@@ -243,7 +243,7 @@ def test_a_four_bit_base(tmp_path: Path) -> None:
     )
     report = audit_model(convert(quantised, InPlaceTTTConfig(layers=(0, 2))))
     assert report.undeclared == ["layer-spacing"]
-    assert [r.item.id for r in report.items if "quantised or wrapped" in r.outcome.found] == [
+    assert [r.item.id for r in report.items if "quantized or wrapped" in r.outcome.found] == [
         "fast-tensor",
         "reset-keeps-training",
     ]

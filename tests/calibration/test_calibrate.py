@@ -216,7 +216,7 @@ def test_convert_measures_saves_and_loads(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--preset", "ridge"], "--calibrate F"),
+        (["--preset", "ridge"], "--calibrate PATH"),
         (["--calibrate", "TEXT"], "no effect"),
         (["--preset", "ridge", "--calibrate", "nowhere.txt"], "cannot read the text"),
         (["--preset", "ridge", "--calibrate", "EMPTY"], "holds no text"),

@@ -167,8 +167,8 @@ def test_base_in_another_place(trained: Path, tmp_path: Path, capsys: pytest.Cap
         capsys.readouterr()
         assert cli.main(command) == 2
         said = (
-            f"adapter is an adapter of {tmp_path / 'base'}, which does not exist; say where it is now "
-            "by --base"
+            f"adapter is an adapter of {tmp_path / 'base'}, which does not exist; give its new path "
+            "with --base"
         )
         assert said in capsys.readouterr().err
         assert cli.main([*command, "--base", str(tmp_path / "moved")]) == 0
@@ -186,7 +186,7 @@ def test_base_in_another_place(trained: Path, tmp_path: Path, capsys: pytest.Cap
     assert cli.main(["plan", str(recipe)]) == 2
     assert "which does not exist; put both together by `inplace-ttt export" in capsys.readouterr().err
     with pytest.raises(
-        InPlaceTTTError, match="which does not exist; say where it is now by --base, in Python by base="
+        InPlaceTTTError, match="which does not exist; give its new path with --base, in Python with base="
     ):
         load(tmp_path / "adapter")
     with pytest.raises(InPlaceTTTError, match="has no effect"):

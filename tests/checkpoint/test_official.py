@@ -178,9 +178,9 @@ def test_what_the_public_code_trained_is_not_converted_away(
 ) -> None:
     official = write_official(tmp_path / "official")
     assert cli.main(["convert", str(official), str(tmp_path / "ours"), "--chunk-size", "4"]) == 2
-    assert "has fast weights of the public code, which would be lost" in capsys.readouterr().err
+    assert "has fast weights of the reference code, which would be lost" in capsys.readouterr().err
     # as a recipe's model, or an evaluation's base
-    with pytest.raises(InPlaceTTTError, match="has fast weights of the public code"):
+    with pytest.raises(InPlaceTTTError, match="has fast weights of the reference code"):
         load_base(tmp_path / "official")
 
 

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 from checkpoint.folders import save_base
 from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, cli, convert, load, save_adapter
 from inplace_ttt.calibration.calibrate import calibrate
+from inplace_ttt.checkpoint.layer_tensors import kinds
 from inplace_ttt.checkpoint.loading import load_base
-from inplace_ttt.checkpoint.reading import kinds
 from inplace_ttt.config_tables import KeyWhitening
 
 EXTENSIONS: dict[str, Any] = {
@@ -102,8 +102,8 @@ def test_a_tensor_of_the_base_has_another_shape(folders: dict[str, Path], tmp_pa
 
     other = changed(folders["base"], tmp_path / "other", narrow)
     said = (
-        r"layers.0.self_attn.q_proj.weight is \[3, 32\], and its config.json says \[32, 32\] \(1 more "
-        r"are others\); take config and"
+        r"layers.0.self_attn.q_proj.weight is \[3, 32\], but its config.json gives \[32, 32\] \(1 more "
+        r"differ\); use config and"
     )
     with pytest.raises(InPlaceTTTError, match=said):
         load_base(other)

@@ -121,7 +121,7 @@ def test_import_leaves_nothing_foreign(tmp_path: Path, capsys: pytest.CaptureFix
     capsys.readouterr()
     assert cli.main(["export", str(tmp_path / "ours"), str(tmp_path / "back"), "--format", "official"]) == 2
     assert (
-        "its targets have a convolution, these have none; it norms neither writes nor rows"
+        "its targets have a convolution, these do not; it norms neither writes nor rows"
         in capsys.readouterr().err
     )
 

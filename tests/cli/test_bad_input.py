@@ -64,14 +64,17 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
             ["convert", "BASE", "OUT", "--preset", "best"],
             "preset 'best' does not exist; choose one of paper, official",
         ),
-        (["convert", "BASE", "BASE"], "is what the command reads"),
+        (["convert", "BASE", "BASE"], "is an input of this command"),
         (["convert", "BASE", "/proc/nowhere/out"], "cannot write"),
         (["info", "BASE"], "not a converted checkpoint"),
         (["generate", "BASE", "--prompt-file", "TEXT"], "not a converted checkpoint"),
-        (["export", "BASE", "OUT", "--format", "adapter"], "does not say which base"),
+        (["export", "BASE", "OUT", "--format", "adapter"], "does not name the base"),
         (["export", "BASE", "OUT", "--format", "full"], "is a full checkpoint already"),
-        (["import-official", "BASE", "OUT"], "not a checkpoint of the public code"),
-        (["bench", "--tokens", "10", "--chunk-size", "4"], "10 tokens are not whole chunks of 4"),
+        (["import-official", "BASE", "OUT"], "not a checkpoint of the reference code"),
+        (
+            ["bench", "--tokens", "10", "--chunk-size", "4"],
+            "10 tokens are not a multiple of the chunk size 4",
+        ),
         (["bench", "--d", "1"], "--d must be at least 2"),
         (
             ["convert", "BASE", "OUT", "--calibrate-tokens", "8"],
@@ -142,7 +145,7 @@ def test_corrupt_shards(base: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     shard.write_bytes(whole)
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps({**config, "intermediate_size": 64}))
-    assert "its config.json says" in refused(capsys, "convert", base, tmp_path / "out")
+    assert "its config.json gives" in refused(capsys, "convert", base, tmp_path / "out")
     (base / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 5}))
     assert "has no tensor for model.layers.4" in refused(
         capsys, "convert", base, tmp_path / "out", "--layers", "4"

@@ -44,8 +44,8 @@ def refused(folder: Path, command: str) -> str:
         (RuntimeError("deep\n\n  inside"), 2, "unexpected RuntimeError: deep; set INPLACE_TTT_TRACEBACK=1"),
         (KeyError("x"), 2, "unexpected KeyError"),
         (RecursionError(), 2, "unexpected RecursionError"),
-        (MemoryError(), 2, "not enough memory"),
-        (torch.OutOfMemoryError("CUDA out of memory"), 2, "not enough memory"),
+        (MemoryError(), 2, "not have enough memory"),
+        (torch.OutOfMemoryError("CUDA out of memory"), 2, "not have enough memory"),
         (KeyboardInterrupt(), 130, "interrupted"),
     ],
 )

@@ -207,17 +207,17 @@ def test_bad_input_is_one_line(
         ([model, "--text", tmp_path / "blank", "--out", out], "holds no text"),
         (
             [model, "--text", tmp_path / "short", "--out", out],
-            "gives 17 tokens, which is no more than one chunk of 16 and a token",
+            "gives 17 tokens, at most one chunk of 16 and a token",
         ),
         (
             [model, "--text", text, "--out", out, "--tokens", "9"],
-            "gives 9 tokens (--tokens 9), which is no more than one chunk of 16",
+            "gives 9 tokens (--tokens 9), at most one chunk of 16",
         ),
         ([model, "--text", tmp_path / "latin", "--out", out], "give a UTF-8 text file"),
         ([model, "--text", tmp_path / "nowhere", "--out", out], "cannot read the text"),
         (
             [foreign, "--text", tmp_path / "fives", "--out", out],
-            "has the tokenizer of another model: it gives ids up to 5000, the model knows 97",
+            "has the tokenizer of another model: it gives ids up to 5000, the model has 97",
         ),
         ([base, "--text", text, "--out", out], "is not a converted checkpoint"),
         ([tmp_path / "no" / "model", "--text", text, "--out", out], "does not exist"),
@@ -225,7 +225,7 @@ def test_bad_input_is_one_line(
         ([model, "--text", text, "--out", "/proc/nowhere/out"], "cannot write"),
         ([model, "--text", text, "--out", out, "--tokens", "0"], "--tokens must be at least 1"),
         ([model, "--text", text, "--out", out, "--learning-rate", "-1"], "--learning-rate must be above 0"),
-        ([model, "--text", text, "--out", out, "--dtype", "float33"], "is no dtype of weights"),
+        ([model, "--text", text, "--out", out, "--dtype", "float33"], "is not a dtype of weights"),
         ([model, "--text", text], "required: --out"),
     ]
     for arguments, message in cases:

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from inplace_ttt.diagnostics.findings import CATALOGUE
+from inplace_ttt.diagnostics.catalogue import CATALOGUE
 
 ROOT = Path(__file__).parents[2]
 

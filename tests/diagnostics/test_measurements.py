@@ -19,10 +19,11 @@ from inplace_ttt.diagnostics import plots
 from inplace_ttt.diagnostics.diagnosis import Diagnosis, diagnose
 from inplace_ttt.diagnostics.gradients import Rates
 from inplace_ttt.diagnostics.keys import key_health, keys_of_all_layers
+from inplace_ttt.diagnostics.observing import observed
 from inplace_ttt.diagnostics.precision import running_sums
 from inplace_ttt.diagnostics.report import page
 from inplace_ttt.diagnostics.write_effects import Change, Reading, Scored
-from inplace_ttt.diagnostics.writes import WriteHealth, observed
+from inplace_ttt.diagnostics.writes import WriteHealth
 from inplace_ttt.layer.cache import streams
 from inplace_ttt.surgery import disable_ttt, fast_weights
 
@@ -336,7 +337,7 @@ def test_padding_is_no_key_and_no_token() -> None:
         ({"input_ids": torch.zeros(20, dtype=torch.int64)}, r"must be whole numbers \[B, T\]"),
         ({"input_ids": torch.zeros(1, 20)}, r"must be whole numbers \[B, T\]"),
         ({"attention_mask": torch.ones(1, 20)}, r"needs input_ids \[B, T\]"),
-        ({"input_ids": [[1, 2], [3]]}, "input_ids of a batch to diagnose is no tensor of rows"),
+        ({"input_ids": [[1, 2], [3]]}, "input_ids of a batch to diagnose is not a tensor of rows"),
         (
             {"input_ids": random_ids(2, 20), "labels": random_ids(2, 19)},
             r"labels must be \[2, 20\] as input_ids, got \[2, 19\]",
@@ -354,7 +355,7 @@ def test_padding_is_no_key_and_no_token() -> None:
             "these rows predict no token",
         ),
         ({"input_ids": random_ids(2, 1)}, "these rows predict no token"),
-        ({"input_ids": random_ids(1, 20), "tokens": torch.ones(1)}, "has no 'tokens'"),
+        ({"input_ids": random_ids(1, 20), "tokens": torch.ones(1)}, "cannot hold 'tokens'"),
     ],
 )
 def test_rows_that_do_not_fit(model: nn.Module, batch: dict[str, Tensor], message: str) -> None:

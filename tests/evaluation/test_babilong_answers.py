@@ -65,7 +65,7 @@ def test_one_table_for_on_off_and_base(capsys: pytest.CaptureFixture[str], tmp_p
     assert table[0].split() == ["1,500", "tokens", "chance", "shallow", "on", "off", "base", "on", "-", "off"]
     assert (
         table[6].startswith("average of 5")
-        and "Wilson's 95 % intervals, of 2 samples a task, seed 0" in table[-1]
+        and "Wilson's 95 % intervals, of 2 samples per task, seed 0" in table[-1]
     )
 
 

@@ -196,7 +196,8 @@ def test_losses_that_are_not_finite_are_refused() -> None:
     with torch.no_grad():
         next(iter(fast_weights(model).values())).ttt.proj.fill_(torch.inf)
     with pytest.raises(
-        InPlaceTTTError, match=r"losses are not finite from token \d+ of a text on; `inplace-ttt diagnose`"
+        InPlaceTTTError,
+        match=r"losses are not finite from token \d+ of a text on; run `inplace-ttt diagnose`",
     ):
         compare(model, list(random_ids(2, LENGTH)), Protocol())
 

@@ -291,11 +291,11 @@ def test_the_datasets_of_the_benchmark_are_read(tmp_path: Path) -> None:
     [
         ("", "is not JSON"),
         ("[]", "holds no questions"),
-        ('[{"question": "q"}]', "docs/evaluate.md says: KeyError"),
+        ('[{"question": "q"}]', "in a format of docs/evaluate.md: KeyError"),
         ('[{"question": "q", "answers": "a", "documents": ["d"]}]', "not a list of texts"),
         ('[{"question": "q", "answers": [" "], "documents": ["d"]}]', "no answer or no document"),
-        ('{"data": 3}', "docs/evaluate.md says: TypeError"),
-        ("3", "docs/evaluate.md says: TypeError"),
+        ('{"data": 3}', "in a format of docs/evaluate.md: TypeError"),
+        ("3", "in a format of docs/evaluate.md: TypeError"),
     ],
 )
 def test_files_that_hold_no_questions(content: str, says: str, tmp_path: Path) -> None:

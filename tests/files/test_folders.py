@@ -201,7 +201,7 @@ def test_a_file_is_replaced_whole_and_nothing_else_is(tmp_path: Path) -> None:
 def test_a_source_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     """And not the place that is written, or its disk."""
     gone = tmp_path / "elsewhere" / "tokenizer.json"
-    reads = r"out, which takes .*elsewhere/tokenizer\.json: No such file or directory\.$"
+    reads = r"out, which needs .*elsewhere/tokenizer\.json: No such file or directory\.$"
     with (
         pytest.raises(InPlaceTTTError, match=reads),
         new_folder(tmp_path / "to" / "out", EVALUATION) as folder,

@@ -11,7 +11,7 @@ from torch import Tensor
 from inplace_ttt import InPlaceTTTError
 from inplace_ttt.layer.target import TargetGenerator
 from inplace_ttt.layout import ChunkLayout
-from inplace_ttt.ops import fast_weight, least_squares, normal_equations, products, state_dtype
+from inplace_ttt.ops import fast_weight, least_squares_walk, normal_equations, products, state_dtype
 from inplace_ttt.rules import RidgeRule, SumRule
 
 H, D, ETA = 6, 5, 0.3
@@ -144,7 +144,7 @@ def test_least_squares_is_the_reference(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """However many chunks go at once, and with keys that are as wide as a CPU finds crowded."""
-    monkeypatch.setattr(least_squares, "chunks_together", lambda device, state_bytes: together)
+    monkeypatch.setattr(least_squares_walk, "chunks_together", lambda device, state_bytes: together)
     monkeypatch.setattr(normal_equations, "_CROWDED", H if together == 1 else 512)
     for case in CASES[together % 3 :: 3]:
         check_least_squares(layout_of(documents, chunk_size), dtype, case, gated)
@@ -157,7 +157,7 @@ def test_least_squares_as_on_a_gpu(
 ) -> None:
     """Several chunks at once, by inverse factors and with float32 in halves: the kernels' part through their
     interpreter."""
-    monkeypatch.setattr(least_squares, "chunks_together", lambda device, state_bytes: 3)
+    monkeypatch.setattr(least_squares_walk, "chunks_together", lambda device, state_bytes: 3)
     monkeypatch.setattr(normal_equations, "by_products", lambda gram: True)
     monkeypatch.setattr(
         products, "splits", lambda x, beside: x.dtype == torch.float32 and beside == torch.bfloat16

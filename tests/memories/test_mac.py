@@ -72,5 +72,5 @@ def test_every_parameter_learns() -> None:
 def test_a_series_shorter_than_a_segment_is_refused() -> None:
     with pytest.raises(InPlaceTTTError, match="a series of 3 is shorter than a segment of 4"):
         model()(series(3))
-    with pytest.raises(InPlaceTTTError, match="a series of 4 has nothing behind a segment of 4"):
+    with pytest.raises(InPlaceTTTError, match="a series of 4 must be longer than a segment of 4"):
         model().every_next(series(4))

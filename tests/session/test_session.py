@@ -362,7 +362,7 @@ def test_a_session_that_cannot_go_on_so_says_it_and_stays(llama, options, says):
         ([1, 2], "got a list"),
         (torch.tensor([5, 6, 7]), r"got torch.int64 of shape \[3\]"),
         (torch.zeros(1, 4), "got torch.float32"),
-        (torch.tensor([[3, 500]]), "token ids from 0 to 96, got 3 to 500"),
+        (torch.tensor([[3, 500]]), "token ids are 0 to 96, got 3 to 500"),
         (torch.tensor([[3, -1]]), "got -1 to 3"),
     ],
     ids=str,
@@ -416,7 +416,7 @@ def test_what_the_session_does_not_know_is_no_text_to_drop(llama, tmp_path, how,
         state = Session(llama, state.cache)
     kept = [] if how == "a cache alone" else [lambda ids: state.save(tmp_path / "s")]
     for call in (state.read, state.generate, *kept):
-        with pytest.raises(InPlaceTTTError, match=r"cache has read \d+ tokens and the session knows \d+"):
+        with pytest.raises(InPlaceTTTError, match=r"cache has read \d+ tokens and the session holds \d+"):
             call(random_ids(1, 12))
     assert not (tmp_path / "s").exists()
 

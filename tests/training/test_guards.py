@@ -13,7 +13,8 @@ from torch import nn
 
 from inplace_ttt import InPlaceTTTConfig
 from inplace_ttt.diagnostics import precision
-from inplace_ttt.diagnostics.writes import WriteHealth, observed, watched
+from inplace_ttt.diagnostics.observing import observed, watched
+from inplace_ttt.diagnostics.writes import WriteHealth
 from inplace_ttt.errors import InPlaceTTTError, NotSoError
 from inplace_ttt.surgery import fast_weights
 from inplace_ttt.training.data.packing import pack

@@ -180,7 +180,7 @@ def test_a_lora_is_evaluated_as_any_run(
     assert verdicts[0] == verdicts[1]
     settings = json.loads((final / "adapter_config.json").read_text())
     for base, said in (
-        (tmp_path / "gone", "gone, which does not exist; say where it is now by --base"),
+        (tmp_path / "gone", "gone, which does not exist; give its new path with --base"),
         (None, "names no base_model_name_or_path"),
     ):
         (final / "adapter_config.json").write_text(

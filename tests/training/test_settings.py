@@ -113,7 +113,7 @@ def test_the_plain_recipe(tmp_path: Path) -> None:
         (
             changed("  steps: 3", "  steps: 3\n  steps: 4"),
             "line 10, training.steps",
-            "the key stands there twice",
+            "the key appears twice",
         ),
         (
             changed("  steps: 3", "  steps: 3\n  learning_rate: high"),

@@ -81,7 +81,7 @@ def test_auto_on_the_cpu_is_chunked_and_silent() -> None:
 
 
 def test_cuda_without_kernels_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton, "_said", set())
+    monkeypatch.setattr(triton, "_warned", set())
     cuda = torch.device("cuda")
     for name in [name for name in sys.modules if name.startswith("inplace_ttt.kernels")]:
         monkeypatch.delitem(sys.modules, name)

@@ -1,4 +1,4 @@
-"""What the audit knows of a module and of a converted model: one entry an item, in the order of a report.
+"""The items of the audit for a module and a converted model, in the order of a report.
 
 Sections, tables and appendices are those of arXiv 2604.06169. "The public code" is its authors' reference
 code. The items of a training recipe are in `inplace_ttt.training.audit`.
@@ -16,5 +16,5 @@ METHOD: tuple[Item, ...] = (*RULE, *TARGET, *CLIP, *SEQUENCE, *LAYERS, *CIRCUMST
 
 
 def catalogue() -> dict[str, Item]:
-    """Every item by its id."""
+    """Returns every item by its id."""
     return {item.id: item for item in METHOD}

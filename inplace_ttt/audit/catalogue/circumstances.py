@@ -1,8 +1,10 @@
-"""Where the rule has to hold. The other items name what is wrong with a rule; these decide whether anything
-is."""
+"""Items on the circumstances in which the rule must hold.
+
+The other items name a fault of a rule; these detect that there is one.
+"""
 
 from ..item import Item
-from ..probes import circumstances, through_files
+from ..probes import circumstances, through_files, training
 from .clip import CLIP
 from .groups import PIECES
 from .rule import RULE
@@ -19,61 +21,71 @@ _OF_SETTINGS = (
     "start-projection",
     "start-identity",
 )
-"""Items that a setting may deviate in while the rule is as declared."""
+"""Items that can deviate because of a setting while the rule is as declared."""
 _OF_THE_RULE = tuple(item.id for item in (*RULE, *TARGET, *CLIP, *SEQUENCE) if item.id not in _OF_SETTINGS)
 
 CIRCUMSTANCES: tuple[Item, ...] = (
     Item(
-        "declared-rule", "A reading computes what the settings declare", "Algorithm 1",
-        "O_[i] = Z_[i] (W⁽⁰⁾ + η Σ_{j<i} V_[j]ᵀ Z_[j])ᵀ with V = Conv1D(X) W_target.", "high", "The same, in its own settings.",
-        "The other items look for faults that have a name; this one compares every output with the definition.",
+        "declared-rule", "A reading follows the declared rule", "Algorithm 1",
+        "O_[i] = Z_[i] (W⁽⁰⁾ + η Σ_{j<i} V_[j]ᵀ Z_[j])ᵀ with V = Conv1D(X) W_target.", "high",
+        "The same, in its own settings.",
+        "The other items look for known faults; this one compares every output with the definition.",
         "Compare the layer with ops/reference.py, chunk by chunk.",
         None, circumstances.declared_rule, named_by=_OF_THE_RULE,
     ),
     Item(
         "in-training", "Training computes the same rule", "§3.4, Algorithm 1",
         "One rule, whose parallel form is trained and whose sequential form is used.", "high", "The same.",
-        "A rule that differs in training alone trains for something that is never used, and every test in evaluation passes.",
+        "A rule that differs in training alone trains for something that is never used, "
+            "and every test in evaluation passes.",
         "Compare outputs in training mode with those of ops/reference.py.",
-        circumstances.layer_in_training, circumstances.in_training,
+        circumstances.layer_in_training, training.in_training,
     ),
     Item(
-        "in-pieces", "A text in pieces computes what is declared for the whole", "§3.4",
+        "in-pieces", "A text in pieces follows the declared rule", "§3.4",
         "The parallel form is identical to the sequential loop.", "high", "The same, up to bf16 rounding.",
-        "What a model answers must not depend on how its prompt was cut.",
+        "A model's answer must not depend on the pieces in which its prompt is read.",
         "Read pieces that end anywhere, and single tokens over a chunk's edge.",
         None, circumstances.in_pieces, named_by=("rows", *PIECES),
     ),
     Item(
-        "in-batches", "Rows of unequal length each compute what they do alone", "—",
-        "Not stated; a row must not depend on the batch it is in.", "medium", "Padding is written; inference computes row 0 only.",
+        "in-batches", "Rows of unequal length each compute the same as alone", "—",
+        "Not stated; a row must not depend on the batch it is in.", "medium",
+        "Padding is written; inference computes row 0 only.",
         "A state that is missing in later rows, or shifted by padding, shows in no test of one row.",
         "Read batches of unequal rows, padded on either side, with and without a cache.",
         None, circumstances.in_batches, named_by=("padding", "rows", "in-pieces", *PIECES), absent=True,
     ),
     Item(
-        "over-many-chunks", "The sixteenth chunk is read as the second, and larger chunks too", "§3.4, Algorithm 1",
+        "over-many-chunks", "The sixteenth chunk is read as the second, and larger chunks too",
+        "§3.4, Algorithm 1",
         "The sum runs over all chunks before, from the start of the document.", "high", "The same.",
-        "Long texts are what the method is for, and what short tests do not read.",
+        "The method is for long texts, and short tests do not read them.",
         "Read sixteen chunks, and chunks of another length.",
         circumstances.layer_over_many_chunks, circumstances.over_many_chunks,
-        named_by=("document-reset", "document-grid", "plain-sum", "state-precision", "context-parallel", "in-pieces", *PIECES),
+        named_by=("document-reset", "document-grid", "plain-sum", "state-precision", "context-parallel",
+            "in-pieces", *PIECES),
     ),
     Item(
-        "ways-of-calling", "However the model is called, it computes the same rule", "—",
-        "Not stated; the rule does not depend on how tokens are handed over.", "medium", "Only generate and plain calls are provided for.",
-        "Users generate and read on, copy caches, drop attention, autocast, and pass embeddings or lengths of documents.",
+        "ways-of-calling", "Every way of calling the model computes the same rule", "—",
+        "Not stated; the rule does not depend on how tokens are handed over.", "medium",
+        "Only generate and plain calls are provided for.",
+        "Users generate and read on, copy caches, drop attention, autocast, "
+            "and pass embeddings or lengths of documents.",
         "Make the call that is named, and compare each layer with ops/reference.py.",
         None, circumstances.called_otherwise, absent=True,
-        named_by=("rows", "padding", "document-reset", "document-grid", "take-back", "in-pieces", "in-batches", *PIECES),
+        named_by=("rows", "padding", "document-reset", "document-grid", "take-back", "in-pieces",
+            "in-batches", *PIECES),
     ),
     Item(
-        "drawn-sizes", "Many rows, chunks and documents, large chunks and long texts compute it too", "§3.4, Algorithm 1",
-        "The rule has no size at which it changes.", "high", "The same.",
+        "drawn-sizes", "Many rows, chunks and documents, large chunks and long texts follow it too",
+        "§3.4, Algorithm 1",
+        "The rule is the same at every size.", "high", "The same.",
         "A border in the code lies at some size, and fixed tests stay on one side of it.",
         "Read with the sizes that are named; `--seed` draws others.",
         None, circumstances.at_drawn_sizes, absent=True,
-        named_by=("rows", "padding", "document-reset", "document-grid", "in-pieces", "in-batches", "over-many-chunks", *PIECES),
+        named_by=("rows", "padding", "document-reset", "document-grid", "in-pieces", "in-batches",
+            "over-many-chunks", *PIECES),
     ),
     Item(
         "precisions", "The rule holds in every precision", "—",
@@ -85,7 +97,7 @@ CIRCUMSTANCES: tuple[Item, ...] = (
     Item(
         "through-a-file", "A checkpoint and a session come back as they were written", "—",
         "Not stated.", "medium", "Checkpoints do; nothing else is saved.",
-        "What is lost in a file is missed in another process, days later.",
+        "A loss in a file shows only in another process, days later.",
         "Save, load, and compare every tensor and every output.",
         None, through_files.through_a_file, absent=True,
         named_by=("saved-session", "in-pieces", *PIECES, "slow-weights", "state-place", "state-precision"),

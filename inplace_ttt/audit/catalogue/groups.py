@@ -1,5 +1,7 @@
-"""Ids of items that name what is wrong in one circumstance, for those that only see that something is
-(`Item.named_by`)."""
+"""Groups of ids for `Item.named_by`.
+
+Their items name a fault in one circumstance. Other items only detect that there is one.
+"""
 
 PIECES = (
     "chunked-prefill",

@@ -9,7 +9,7 @@ TTT_NTP = {
     "write_norm": "spectral",
     "preserve_row_norms": True,
 }
-"""Of the preset, what forwards without a cache compute; the write at a prompt's end is inference's alone."""
+"""Settings of the preset in forwards without a cache; the write at a prompt's end is inference's alone."""
 
 LAYERS: tuple[Item, ...] = (
     Item(
@@ -28,15 +28,15 @@ LAYERS: tuple[Item, ...] = (
     ),
     Item(
         "layers-in-range", "Every layer that is named exists and writes", "Appendix C.3",
-        "Layers of the model.", "high", "A number beyond the model is ignored without a word.",
-        "A run with fewer TTT layers than its config says is reported as what it is not.",
+        "Layers of the model.", "high", "A number beyond the model is silently ignored.",
+        "A run with fewer TTT layers than its config lists is reported under a wrong description.",
         "Correct the list.",
         None, model.layers_in_range, absent=True,
     ),
     Item(
         "every-layer", "Every TTT layer follows the same rule", "Algorithm 1",
         "One rule for all TTT layers.", "high", "The same.",
-        "The other items look at the first TTT layer closely; this one holds the rest against it.",
+        "The other items look at the first TTT layer closely; this one compares the rest with it.",
         "Find out what replaced the layer that differs.",
         None, model.every_layer,
     ),

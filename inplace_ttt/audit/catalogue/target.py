@@ -1,7 +1,7 @@
 """The target generator V = Conv(X) P, and the start of a converted model (paper §3.2, appendix C.3)."""
 
 from ..item import Item
-from ..probes import model, state, target
+from ..probes import model, start, state, target
 
 TARGET: tuple[Item, ...] = (
     Item(
@@ -10,13 +10,14 @@ TARGET: tuple[Item, ...] = (
         "By default the layer's own MLP input (hidden states); embeddings are an option.",
         "The choice decides what is remembered; which of the two the published runs used is open.",
         "target=\"embeddings\", or declare the other.",
-        None, model.target_source, expected={"paper": "embeddings", "official": "hidden_states", "ttt_ntp": "hidden_states"},
+        None, model.target_source,
+        expected={"paper": "embeddings", "official": "hidden_states", "ttt_ntp": "hidden_states"},
     ),
     Item(
         "conv-depthwise", "The convolution is depthwise", "Appendix C.3",
         "Each channel has its own kernel: 5 d weights.", "high", "The same.",
         "A dense kernel has d times the parameters and does the work of P.",
-        "One group a channel.",
+        "One group per channel.",
         target.conv_depthwise,
     ),
     Item(
@@ -35,9 +36,9 @@ TARGET: tuple[Item, ...] = (
     ),
     Item(
         "conv-lookahead", "The target holds future tokens", "§3.2; end of §3.3",
-        "The target is to contain what follows the token; a next-token target is one tap on t+1.", "medium",
+        "The target is to contain the text after the token; a next-token target is one tap on t+1.", "medium",
         "Symmetric padding of 2: taps t−2 to t+2.",
-        "Theorem 1 needs the next token in the target. \"Causal padding\" read as left padding takes it away.",
+        "Theorem 1 needs the next token in the target. \"Causal padding\" read as left padding removes it.",
         "Pad both sides inside the chunk (conv=\"lookahead\").",
         target.conv_lookahead,
     ),
@@ -45,7 +46,7 @@ TARGET: tuple[Item, ...] = (
         "conv-isolation", "The convolution ends at the chunk's edges", "§3.4, Algorithm 1 line 6",
         "Padding such that a chunk's delta uses nothing outside the chunk.", "medium",
         "Each chunk is padded with zeros on its own.",
-        "A tap over the edge lets a chunk's write depend on the next one: no longer causal, and not splittable.",
+        "A tap over the edge makes a chunk's write depend on the next one: not causal, and not splittable.",
         "Pad each chunk with zeros.",
         target.conv_isolation,
     ),
@@ -72,26 +73,26 @@ TARGET: tuple[Item, ...] = (
         state.target_gradient,
     ),
     Item(
-        "start-conv", "The convolution starts at zero", "Appendix C.3, Initialisation",
+        "start-conv", "The convolution starts at zero", "Appendix C.3, Initialization",
         "Zero.", "high",
         "Zero in training; one inference class leaves it random where keys are missing.",
         "A random convolution writes noise into a pretrained model from the first step.",
         "Convert again with this package, or set conv to zero.",
-        None, model.start_conv,
+        None, start.start_conv,
     ),
     Item(
-        "start-projection", "P starts diagonal, N(0, σ²)", "Appendix C.3, Initialisation",
+        "start-projection", "P starts diagonal, N(0, σ²)", "Appendix C.3, Initialization",
         "Off the diagonal 0, on it N(0, σ²) with the model's initializer range.", "high",
         "The same; under sharded training, the same values in every layer.",
         "P = 0 beside conv = 0 has no gradient at all; a dense P mixes channels from the start.",
         "Convert again with this package.",
-        None, model.start_projection,
+        None, start.start_projection,
     ),
     Item(
         "start-identity", "A converted model starts as its base", "Appendix C.3",
-        "ΔW = 0 at step 0, so the model computes what it did before.", "high", "The same.",
+        "ΔW = 0 at step 0, so the model computes the same as before.", "high", "The same.",
         "Otherwise the comparison with the base starts with a handicap or a gift.",
         "Start conv at zero and leave every other weight alone.",
-        None, model.start_identity,
+        None, start.start_identity,
     ),
 )  # fmt: skip

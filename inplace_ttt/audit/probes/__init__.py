@@ -1,1 +1,1 @@
-"""How each item is measured: a probe runs the module and looks at what comes out."""
+"""The probes: each runs the module and decides one item from its outputs."""

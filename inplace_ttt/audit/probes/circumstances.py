@@ -1,42 +1,33 @@
-"""Probes of where the rule has to hold: in training, in batches, in pieces, over many chunks, in half
-precision.
+"""Probes of the circumstances in which the rule must hold.
 
-A converted model runs as a user runs it, and each TTT layer's outputs are held against what it declares
-(`DeclaredRule`). The other items name what is wrong with a rule; these decide whether anything is, also where
-nobody thought of a name.
+They are batches, pieces, many chunks and half precision. A converted model runs as a user runs it, and each
+TTT layer's outputs are compared with its declared rule (`DeclaredRule`). The other items name a fault of a
+rule. These detect any fault, whether or not another item names it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ...config import InPlaceTTTConfig
-from ...errors import InPlaceTTTError, one_line
-from ...layer.overrides import overriding
+from ...errors import one_line
 from ..blame import is_the_probes
-from ..limits import LIMITS, gradient_limit, limits, room
+from ..limits import LIMITS, limits, room
 from ..outcome import TOLERANCE, NotChecked, Outcome, judged
-from ..probed import Probed, Reading, Scene
+from ..probed import Probed, Scene
 from ..prompts import prompt_deviations
 from ..readings import (
     batches,
     documents,
     many_chunks,
     many_writes,
-    padded_training_rows,
     pieces,
     plain,
-    recomputing,
     taken_back,
-    training_rows,
 )
-from ..recording import gradient_errors
 from ..sizes import drawn_sizes
 from ..ways import ways_of_calling
 from ..whole_model import WholeModel
@@ -44,35 +35,42 @@ from .bench import Bench, error
 from .twin import twin
 
 _LEAST_ETA = 1e-3
-"""Targets that make up for a smaller one are beyond float16."""
-_NARROW = 32
-"""Width of the small model that reads long texts, and in every precision."""
+"""Smallest η of the small model: for a smaller one the targets would leave the range of float16."""
+NARROW = 32
+"""Width of the small model that reads long texts, and that runs in every precision."""
 _FEW, _MANY = 6, 70
-"""Chunks after which a state that is rounded with each write is off by more than targets are."""
-_BEYOND_FLOAT16 = {1e-5: (48.0, 20), 1e3: (1.0, 1)}
-"""η at which what is written is above or below what float16 has, how much larger embeddings and keys are
-then, and how much further off
+"""Numbers of chunks for the readings in half precision.
 
-a sound layer may be: large numbers amplify rounding, and what leaves the range is infinite."""
+If a state is rounded with each write, its error after `_MANY` chunks exceeds that of the targets.
+"""
+_BEYOND_FLOAT16 = {1e-5: (48.0, 20), 1e3: (1.0, 1)}
+"""For each η, the factor on embeddings and keys, and the factor on the limit of a sound layer.
+
+With these η the writes are below or above the range of float16. The limit is wider because large numbers
+amplify rounding, and values outside the range become infinite.
+"""
 
 
 def declared_rule(whole: WholeModel, expected: Any) -> Outcome:
-    """A plain reading by the first TTT layer, which `every-layer` holds the others against; what every layer
-    writes at a prompt's end."""
+    """Compares a plain reading by the first TTT layer with its declared rule.
+
+    `every-layer` compares the other layers. With `prompt_write`, the writes of every layer at a prompt's end
+    are compared too.
+    """
     errors, settings = whole.once(plain_deviations), whole.config.prompt_write
     first = next(iter(errors))
     readings = {"one row in one call": {first: errors[first]}}
     if settings is not None:
         readings |= prompt_deviations(whole.lm, settings, whole.seed)
-    return _judged(readings, limits(whole.lm.dtype).outputs, "a reading computes what the settings declare")
+    return judged_errors(readings, limits(whole.lm.dtype).outputs, "a reading follows the declared rule")
 
 
 def in_batches(whole: WholeModel, expected: Any) -> Outcome:
-    return _held(whole, batches, "padded, packed and reordered rows each compute what they declare")
+    return _held(whole, batches, "padded, packed and reordered rows each follow the declared rule")
 
 
 def in_pieces(whole: WholeModel, expected: Any) -> Outcome:
-    return _held(whole, pieces, "a text in pieces computes what is declared for the whole")
+    return _held(whole, pieces, "a text in pieces follows the declared rule")
 
 
 def take_back(whole: WholeModel, expected: Any) -> Outcome:
@@ -82,16 +80,20 @@ def take_back(whole: WholeModel, expected: Any) -> Outcome:
 
 
 def packed_documents(whole: WholeModel, expected: Any) -> Outcome:
-    return _held(whole, documents, "five documents in a row compute what they do alone")
+    return _held(whole, documents, "five documents in a row compute the same as alone")
 
 
 def over_many_chunks(whole: WholeModel, expected: Any) -> Outcome:
-    return _held(whole, many_chunks, "sixteen chunks, and larger ones, compute what is declared")
+    return _held(whole, many_chunks, "sixteen chunks, and larger ones, follow the declared rule")
 
 
 def called_otherwise(whole: WholeModel, expected: Any) -> Outcome:
-    """A large model's settings are read with a small one, since single tokens cost a large one much."""
-    found = "however it is called, the model computes what it declares"
+    """Calls the model in every way that users have.
+
+    A small model stands for a large one with the same settings, because single tokens through a large one are
+    slow.
+    """
+    found = "in every way of calling it, the model follows the declared rule"
     if whole.is_small:
         return _held(whole, ways_of_calling, found)
     return _of_a_small_model(whole, ways_of_calling, found)
@@ -99,125 +101,32 @@ def called_otherwise(whole: WholeModel, expected: Any) -> Outcome:
 
 def at_drawn_sizes(whole: WholeModel, expected: Any) -> Outcome:
     return _of_a_small_model(
-        whole, drawn_sizes, "rows, chunks, documents and texts of drawn sizes compute it"
+        whole, drawn_sizes, "rows, chunks, documents and texts of drawn sizes follow the declared rule"
     )
 
 
 def _of_a_small_model(whole: WholeModel, scene: Scene, found: str) -> Outcome:
-    """A small model with these settings and of this dtype, which is cheap to read with."""
+    """Judges the readings of a scene with a small model that has these settings and this dtype.
+
+    Raises:
+        NotChecked: if even its plain reading differs from the declared rule.
+    """
     limit = limits(whole.lm.dtype).outputs
     with (
-        twin(_visible(whole.config), width=_NARROW) as model,
+        twin(visible(whole.config), width=NARROW) as model,
         Probed.of(model.to(whole.lm.dtype), whole.seed) as probed,
     ):
         (usual,) = probed.deviations(plain).values()
         if max(usual.values()) >= limit:
-            raise NotChecked("a plain reading is not what is declared, which other items report")
-        return _judged(probed.deviations(scene), limit, found)
-
-
-@dataclass(frozen=True)
-class Trained:
-    """Of packed and padded rows in training: by way and layer how far outputs are off, and by tensor
-    gradients where outputs are not."""
-
-    outputs: dict[str, dict[int, float]]
-    gradients: dict[str, dict[int, dict[str, float]]]
-
-
-def trained(whole: WholeModel) -> Trained:
-    """Of the layers that compute in evaluation, in the same rows, what they declare."""
-    found, lawful = Trained({}, {}), _lawful(whole)
-    with Probed.of(whole.lm, whole.seed) as small, small.with_larger_chunks() as large:
-        _train(large, padded_training_rows, lawful, found)
-    with Probed.of(whole.lm, whole.seed) as small:
-        _train(small, training_rows, lawful, found)
-        if whole.is_small:
-            _recompute(small, lawful, found)
-    if not whole.is_small:
-        with (
-            twin(_visible(whole.config), width=_NARROW) as model,
-            Probed.of(model.to(whole.lm.dtype), whole.seed) as small,
-        ):
-            _recompute(small, list(small.layers), found)
-    if not found.outputs:
-        raise NotChecked(
-            "rows of documents are not what is declared in evaluation either, which other items report"
-        )
-    return found
-
-
-def _recompute(probed: Probed, lawful: Sequence[int], found: Trained) -> None:
-    """With gradient checkpointing, which is refused where a family passes no keyword arguments on."""
-    with recomputing(probed.lm) as takes_it, suppress(InPlaceTTTError):
-        if takes_it:
-            _train(probed, training_rows, lawful, found, ", recomputed in the backward pass")
-
-
-def _train(
-    probed: Probed, scene: Callable[[Probed], Reading], lawful: Sequence[int], found: Trained, how: str = ""
-) -> None:
-    """One way of reading, first in evaluation, then in training, with gradients."""
-    lm, limit = probed.lm, limits(probed.lm.dtype).outputs
-    name, record, rows = scene(probed)
-    known = [i for i, off in probed.errors(record, rows).items() if i in lawful and off < limit]
-    if not known:
-        return
-    learner = Probed(lm, probed.config, probed.seed, training=True)
-    # the embeddings, so that every layer's input has a gradient
-    learning = [lm.get_input_embeddings(), *probed.layers.values()]
-    parameters = [p for module in learning for p in module.parameters() if p.is_floating_point()]
-    with (
-        overriding(lm.modules(), training=True),
-        overriding(parameters, requires_grad=True),
-        torch.enable_grad(),
-    ):
-        name, record, rows = scene(learner)
-        name += how
-        found.outputs[name] = outputs = {
-            i: off for i, off in learner.errors(record, rows).items() if i in known
-        }
-        layers = {i: learner.layers[i] for i, off in outputs.items() if off < limit}
-        if layers:
-            found.gradients[name] = gradient_errors(record, layers, rows, learner.rule)
-
-
-def in_training(whole: WholeModel, expected: Any) -> Outcome:
-    return _judged(
-        whole.once(trained).outputs, limits(whole.lm.dtype).outputs, "training computes what is declared"
-    )
-
-
-def gradient(whole: WholeModel, expected: Any) -> Outcome:
-    """By conv, P, W0 and the down-projection's input, in training, of rows of up to nine chunks; against the
-    declared rule's."""
-    errors = {
-        (name, layer, tensor): off
-        for name, layers in whole.once(trained).gradients.items()
-        for layer, tensors in layers.items()
-        for tensor, off in tensors.items()
-    }
-    if not errors:
-        raise NotChecked(
-            "in training the outputs themselves are not what is declared, which `in-training` reports"
-        )
-    limit = gradient_limit(whole.lm.dtype, whole.config)
-    worst = max(errors, key=lambda key: errors[key])
-    found = "the gradient is that of the whole scan"
-    if errors[worst] >= limit:
-        found = (
-            f"{worst[0]}: the gradient by {worst[2]} in layer {worst[1]} is {errors[worst]:.0%} off "
-            "that of what is declared"
-        )
-    numbers = {f"{name}, layer {layer}, {tensor}": off for (name, layer, tensor), off in errors.items()}
-    return judged(errors[worst] < limit, found, numbers, limit)
+            raise NotChecked("a plain reading does not follow the declared rule, which other items report")
+        return judged_errors(probed.deviations(scene), limit, found)
 
 
 def precisions(whole: WholeModel, expected: Any) -> Outcome:
-    """A small model with these settings in each precision, over many chunks in one call and in pieces; what
-    it then holds.
+    """Reads many chunks in one call and in pieces with a small model in each precision, and checks its state.
 
-    In float16 also by an η at which what is written leaves that precision's range.
+    The small model has the settings of the audited one. In float16 it also reads with values of η whose
+    writes leave the range of float16.
     """
     found: dict[torch.dtype, Outcome] = {}
     for dtype in LIMITS:
@@ -236,23 +145,23 @@ def precisions(whole: WholeModel, expected: Any) -> Outcome:
     }
     failed = [dtype for dtype, outcome in found.items() if outcome.verdict == "deviates"]
     if len(failed) == len(found):
-        raise NotChecked("what is declared holds in no precision, which other items report")
+        raise NotChecked("the declared rule holds in no precision, which other items report")
     if failed:
         return judged(
             False, f"in {_named(failed[0])}, {found[failed[0]].found}", numbers, found[failed[0]].tolerance
         )
     return judged(
         True,
-        f"what is declared holds in {', '.join(map(_named, found))}",
+        f"the declared rule holds in {', '.join(map(_named, found))}",
         numbers,
         limits(torch.bfloat16).small_model,
     )
 
 
 def _in_precision(whole: WholeModel, dtype: torch.dtype) -> Outcome:
-    limit, usual = limits(dtype), _visible(whole.config)
+    limit, usual = limits(dtype), visible(whole.config)
     errors: dict[str, dict[int, float]] = {}
-    with twin(usual, width=_NARROW) as model, Probed.of(model.to(dtype), whole.seed) as probed:
+    with twin(usual, width=NARROW) as model, Probed.of(model.to(dtype), whole.seed) as probed:
         errors |= probed.deviations(plain)
         (name, record, texts), off = many_writes(probed, _MANY)
         errors[name] = probed.errors(record, texts)
@@ -260,10 +169,10 @@ def _in_precision(whole: WholeModel, dtype: torch.dtype) -> Outcome:
             errors[f"what {_MANY} chunks wrote"] = {
                 i: value * limit.small_model / limit.state for i, value in off.items()
             }
-    # which bound what is written
+    # A write norm or a clip bounds the writes, which then stay in range.
     if dtype == torch.float16 and whole.config.write_norm is None and whole.config.clip is None:
         for eta, (louder, wider) in _BEYOND_FLOAT16.items():
-            with twin(dataclasses.replace(usual, eta=eta), width=_NARROW) as model:
+            with twin(dataclasses.replace(usual, eta=eta), width=NARROW) as model:
                 model.get_input_embeddings().weight.data.mul_(louder)
                 for layer in model.model.layers:
                     layer.mlp.up_proj.weight.data.mul_(louder)
@@ -273,11 +182,11 @@ def _in_precision(whole: WholeModel, dtype: torch.dtype) -> Outcome:
                     errors[f"{name}, η {eta:g}"] = {
                         i: share * value for i, value in probed.errors(record, texts).items()
                     }
-    return _judged(errors, limit.small_model * room(dtype, whole.config), "")
+    return judged_errors(errors, limit.small_model * room(dtype, whole.config), "")
 
 
-def _visible(config: InPlaceTTTConfig) -> InPlaceTTTConfig:
-    """The settings with an η that targets in float16 can make up for."""
+def visible(config: InPlaceTTTConfig) -> InPlaceTTTConfig:
+    """Returns the settings with an η of at least `_LEAST_ETA`."""
     return dataclasses.replace(config, eta=max(config.eta_of(0), _LEAST_ETA))
 
 
@@ -286,7 +195,7 @@ def _named(dtype: torch.dtype) -> str:
 
 
 def layer_in_training(bench: Bench, expected: Any) -> Outcome:
-    """One layer: what its writes change in training, against evaluation."""
+    """Compares the effect of one layer's writes in training mode with that in evaluation mode."""
     x, target = bench.tiled(3 * bench.chunk + 5), bench.scale * bench.units(3 * bench.chunk + 5)
     right = bench.response(x, target)
     with bench.mode(True):
@@ -300,8 +209,10 @@ def layer_in_training(bench: Bench, expected: Any) -> Outcome:
 
 
 def layer_over_many_chunks(bench: Bench, expected: Any) -> Outcome:
-    """One layer: what each of fifteen chunks with the same keys reads of the first, by the size of what the
-    second reads."""
+    """Compares the reads of the first chunk's write by fifteen later chunks with the same keys.
+
+    They are measured in units of the read by the second chunk.
+    """
     x = bench.tiled(16 * bench.chunk)
     effect = bench.response(x, bench.middle(len(x), 0)).split(bench.chunk)
     reads = [bench.share(part) / bench.diluted(number) for number, part in enumerate(effect) if number]
@@ -314,30 +225,34 @@ def layer_over_many_chunks(bench: Bench, expected: Any) -> Outcome:
     return judged(off < TOLERANCE, found, {"read of the first chunk's write, by chunk": reads}, TOLERANCE)
 
 
-def _lawful(whole: WholeModel) -> list[int]:
-    """The TTT layers whose plain reading is what they declare."""
+def lawful_layers(whole: WholeModel) -> list[int]:
+    """Returns the TTT layers whose plain reading follows the declared rule.
+
+    Raises:
+        NotChecked: if there is none.
+    """
     limit = limits(whole.lm.dtype).outputs
     found = [i for i, error in whole.once(plain_deviations).items() if error < limit]
     if not found:
-        raise NotChecked("a plain reading is not what is declared, which other items report")
+        raise NotChecked("a plain reading does not follow the declared rule, which other items report")
     return found
 
 
 def plain_deviations(whole: WholeModel) -> dict[int, float]:
-    """By layer, how far one row in one call is from what is declared."""
+    """Returns by layer the error of one row in one call against the declared rule."""
     with Probed.of(whole.lm, whole.seed) as probed:
         (errors,) = probed.deviations(plain).values()
     return errors
 
 
 def _held(whole: WholeModel, scene: Scene, found: str) -> Outcome:
-    lawful = _lawful(whole)
+    lawful = lawful_layers(whole)
     with Probed.of(whole.lm, whole.seed) as probed:
         try:
             errors = {
                 name: {i: by_layer[i] for i in lawful} for name, by_layer in probed.deviations(scene).items()
             }
-        except Exception as error:  # in one call it ran
+        except Exception as error:  # although it ran in one call
             if is_the_probes(error):
                 raise
             return judged(
@@ -345,10 +260,17 @@ def _held(whole: WholeModel, scene: Scene, found: str) -> Outcome:
             )
     if not errors:
         raise NotChecked("the model takes no position_ids, so that a row is one document")
-    return _judged(errors, limits(whole.lm.dtype).outputs, found)
+    return judged_errors(errors, limits(whole.lm.dtype).outputs, found)
 
 
-def _judged(errors: dict[str, dict[int, float]], limit: float, found: str) -> Outcome:
+def judged_errors(errors: dict[str, dict[int, float]], limit: float, found: str) -> Outcome:
+    """Returns the outcome for errors by reading and layer; the largest one decides.
+
+    Args:
+        errors: relative errors by the name of the reading, then by layer.
+        limit: the smallest error that deviates.
+        found: the finding if none deviates.
+    """
     error, name, layer = max(
         (float("inf") if e != e else e, name, i)
         for name, by_layer in errors.items()
@@ -357,7 +279,7 @@ def _judged(errors: dict[str, dict[int, float]], limit: float, found: str) -> Ou
     numbers = {name: max(by_layer.values()) for name, by_layer in errors.items()}
     if error >= limit:
         found = (
-            f"{name}, layer {layer} gives outputs that are {error:.2g} of what is read off what its "
-            "settings declare"
+            f"{name}: the outputs of layer {layer} differ from the declared rule by {error:.2g} of the size "
+            "of a read"
         )
     return judged(error < limit, found, numbers, limit)

@@ -1,6 +1,7 @@
 """Probes of the clip of a chunk's delta (paper appendix, "Clipping"), with the module's own clip on.
 
-A write grows with its targets until a clip holds it: the size at which growth ends is measured in both modes.
+A write grows with its targets until a clip bounds it. The size at which growth ends is measured in both
+modes.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from .bench import SCALES, Bench
 
 PAPER_TAU = 1e-5
 _CHUNKS = 128
-"""A long prompt: 128k tokens in chunks of 1,024."""
+"""A long prompt, in chunks: 128k tokens in chunks of 1,024."""
 _SEEN = 1e-3
-"""Change of the weight below which a clip leaves no effect worth the name."""
+"""Smallest relative change of the weight that counts as an effect."""
 
 
 def clip_training(bench: Bench, expected: Any) -> Outcome:
-    """Growth of a write with its targets, in training mode."""
+    """Measures the growth of a write with its targets in training mode."""
     sizes = bench.sizes(training=True)
     _alive(sizes)
     knee = bench.knee(sizes)
@@ -33,7 +34,7 @@ def clip_training(bench: Bench, expected: Any) -> Outcome:
 
 
 def clip_inference(bench: Bench, expected: Any) -> Outcome:
-    """The norm that a chunk's delta cannot exceed in evaluation mode, without η."""
+    """Measures the bound on the norm of a chunk's delta in evaluation mode, without η."""
     tau = applied_tau(bench)
     if tau is None:
         return Outcome(
@@ -56,7 +57,7 @@ def clip_inference(bench: Bench, expected: Any) -> Outcome:
 
 
 def clip_scope(bench: Bench, expected: Any) -> Outcome:
-    """Four clipped chunks with the same targets: the sum of four, or one norm for all."""
+    """Writes four clipped chunks with the same targets and compares their sum with one chunk's bound."""
     tau, meant = applied_tau(bench), bench.module.tau
     if tau is None:
         raise NotChecked("no clip is on")
@@ -78,14 +79,16 @@ def clip_scope(bench: Bench, expected: Any) -> Outcome:
 
 
 def clip_effect(bench: Bench, expected: Any) -> Outcome:
-    """What the largest admitted delta does to the weight, in the precisions that it may be kept in."""
+    """Compares the largest delta that the clip admits with the weight.
+
+    The steps of the precisions that may hold the weight are part of the report.
+    """
     tau = applied_tau(bench)
     if tau is None:
         raise NotChecked("no clip is on")
     if bench.module.ridge is not None:
         raise NotChecked(
-            "under least squares a bound on a delta says how much a chunk counts, not how far the weight "
-            "moves"
+            "under least squares a bound on a delta limits the share of a chunk, not the change of the weight"
         )
     w0 = bench.module.fast_weight.detach().double()
     norm, size = float(torch.linalg.vector_norm(w0)), abs(bench.module.eta or 1.0)
@@ -106,7 +109,7 @@ def clip_effect(bench: Bench, expected: Any) -> Outcome:
         else (
             f"the clip leaves nothing to see: {_CHUNKS} chunks that all agree move the weight by "
             f"{drift:.1e} of its norm, an entry by "
-            f"{step:.1e} a chunk, {'below' if step < typical * 2**-9 else 'above'} half a step of bfloat16 "
+            f"{step:.1e} per chunk, {'below' if step < typical * 2**-9 else 'above'} half a step of bfloat16 "
             f"({typical * 2**-9:.1e})"
         )
     )
@@ -114,10 +117,9 @@ def clip_effect(bench: Bench, expected: Any) -> Outcome:
 
 
 def applied_tau(bench: Bench) -> float | None:
-    """The norm that a delta is held to in evaluation mode; None where it grows all along.
+    """Returns the bound on the norm of a delta in evaluation mode, or None without a bound.
 
-    Of least squares, targets beyond all bounds leave a Gram that is nothing beside λ, so that λM is the
-    delta.
+    Under least squares the Gram is negligible beside λ for very large targets, so that λM is the delta.
     """
     sizes = bench.sizes(training=False)
     _alive(sizes)

@@ -1,5 +1,7 @@
-"""A small model right after its conversion, in memory and as a folder: how conv and P start, and what became
-of the base."""
+"""A small model right after its conversion, in memory and as a folder.
+
+It shows the initial values of conv and P, and changes to the base.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,12 @@ from .twin import base_of_twin, twin, twin_on_disk
 
 @dataclass
 class Fresh:
-    """generators: conv and P of three layers, in memory first. changed: the base's tensors that have other
-        bits than before.
+    """The state of fresh conversions.
 
-    frozen: parameters that no training would change.
+    Attributes:
+        generators: conv and P of three layers, first those of the conversion in memory.
+        changed: names of the base's tensors whose bits changed.
+        frozen: names of parameters that are excluded from training.
     """
 
     generators: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -28,6 +32,7 @@ class Fresh:
 
 
 def after_conversion(whole: WholeModel) -> Fresh:
+    """Converts the small model with the settings of `whole`, in memory and as a folder."""
     found, base = Fresh(), dict(base_of_twin().named_parameters())
     for how, converted in (("in memory", twin), ("in a folder", twin_on_disk)):
         with converted(whole.config, layers=(0, 1, 2)) as model:
@@ -45,8 +50,10 @@ def after_conversion(whole: WholeModel) -> Fresh:
 
 
 def frozen_beside_trained(whole: WholeModel) -> list[str]:
-    """TTT parameters of this model, W0 among them, that are frozen while every other weight of their MLP is
-    trained."""
+    """Returns names of this model's frozen TTT parameters, W0 included, beside trained ones.
+
+    They are frozen although every other weight of their MLP is trained.
+    """
     found, decoder = [], locate(whole.lm)
     for index, layer in whole.layers.items():
         own = [(name, p) for name, p in layer.named_parameters() if p.is_floating_point()]

@@ -1,4 +1,4 @@
-"""Probes of what goes beyond the paper and still has a law: the keys, and least squares."""
+"""Probes of extensions of the paper that have a law of their own: the keys, and least squares."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ...surgery import fast_weights
-from ..converted import borrowed
+from ..borrowing import borrowed
 from ..outcome import TOLERANCE, NotChecked, Outcome, judged
 from ..whole_model import WholeModel
 from .bench import Bench
@@ -16,45 +16,46 @@ from .twin import calibration_ids, twin
 
 
 def least_squares(bench: Bench, expected: Any) -> Outcome:
-    """Outputs over scattered keys and random targets against the map solved for from the module's own keys
-    and targets."""
+    """Compares outputs over scattered keys and random targets with a direct solve.
+
+    The solve uses the module's own keys and targets.
+    """
     module = bench.module
     if module.ridge is None:
-        raise NotChecked("no least squares is on")
+        raise NotChecked("least squares is off")
     if max(abs(own_write(bench)), own_keys(bench)) >= TOLERANCE:
         raise NotChecked(
             "a chunk reads its own write or keys, which `exclusive-sum` and `own-chunk-exposure` report"
         )
     if bench.key_error >= TOLERANCE:
-        raise NotChecked("what is read does not follow the keys, which `keys` reports")
+        raise NotChecked("reads do not follow the keys, which `keys` reports")
     off, numbers = bench.law_error, {"λ": module.ridge, "error against a direct solve": bench.law_error}
     if off >= TOLERANCE:
         found = (
-            f"what is read is {off:.0%} off the least-squares map of all that was written with λ = "
-            f"{module.ridge:g}"
+            f"reads differ by {off:.0%} from the least-squares map of all writes with λ = {module.ridge:g}"
         )
         return judged(False, found, numbers, TOLERANCE)
     found = (
-        "least squares: what is read is the map that minimises Σ ‖V - KMᵀ‖² + λ‖M‖² over all that was "
-        f"written, λ = {module.ridge:g}"
+        "least squares: reads use the map M that minimizes Σ ‖V - KMᵀ‖² + λ‖M‖² over all writes, "
+        f"λ = {module.ridge:g}"
     )
     return Outcome("extension", found, numbers, TOLERANCE)
 
 
 def keys(bench: Bench, expected: Any) -> Outcome:
-    """What scattered keys read of a chunk with orthonormal ones, against K Kᵀ V."""
-    bench.unit  # noqa: B018 - refuses where nothing is written
+    """Compares the reads of scattered keys from a chunk with K Kᵀ V."""
+    bench.unit  # noqa: B018 - raises NotChecked if nothing is written
     off, whitening = bench.key_error, bench.module.whitening
     numbers = {
         "error of reading as K Kᵀ V": off,
-        "numbers a key": bench.module.h,
+        "numbers per key": bench.module.h,
         "of": bench.module.input_size,
     }
     if off >= TOLERANCE:
         named = "Z" if whitening is None else whitening
         return judged(
             False,
-            f"what is written and read is {off:.0%} off what {named} for keys would give",
+            f"writes and reads differ by {off:.0%} from those with {named} as keys",
             numbers,
             TOLERANCE,
         )
@@ -62,15 +63,17 @@ def keys(bench: Bench, expected: Any) -> Outcome:
         return judged(True, "keys are the down-projection's input", numbers, TOLERANCE)
     return Outcome(
         "extension",
-        f"whitened keys: {whitening}, centred, written under and read with alike",
+        f"whitened keys: {whitening}, centered, the same for writing and reading",
         numbers,
         TOLERANCE,
     )
 
 
 def model_keys(whole: WholeModel, expected: Any) -> Outcome:
-    """The same of the first TTT layer; and what a calibration makes of keys over its own text, in a small
-    model."""
+    """Measures `keys` on the first TTT layer, and the calibration of keys on a small model.
+
+    The calibrated keys are measured over the text of their calibration.
+    """
     if whole.undrivable:
         raise NotChecked(whole.undrivable)
     with borrowed(whole.model, next(iter(whole.layers))) as module, module.unclipped():

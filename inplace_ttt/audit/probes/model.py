@@ -1,32 +1,29 @@
-"""Probes of a converted model as a whole: its layers, its target source, its start, and what reading and
-generating change."""
+"""Probes of a converted model: its layers, its target source, and changes by reading and generating."""
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
-from ... import surgery
 from ...errors import InPlaceTTTError
 from ...families import locate
-from ..converted import borrowed, small_chunks
+from ..borrowing import borrowed, small_chunks
 from ..limits import limits
 from ..outcome import TOLERANCE, NotChecked, Outcome, judged
 from ..whole_model import WholeModel
-from .bench import Bench, largest_difference
+from .bench import Bench
 from .circumstances import plain_deviations
-from .conversion import after_conversion, frozen_beside_trained
-from .twin import TWIN_RANGE, base_of_twin, twin, twin_on_disk
+from .twin import twin
 
 
 def target_source(whole: WholeModel, expected: Any) -> Outcome:
-    """What the target generators are handed while the model reads, against the embeddings and against the
-    MLP's input."""
+    """Compares the input of the target generators with the embeddings and with the MLP's input.
+
+    They are recorded while the model reads.
+    """
     decoder = locate(whole.lm)
     seen: dict[str, dict[int, Tensor]] = {"source": {}, "mlp": {}}
     embeddings: list[Tensor] = []
@@ -78,129 +75,8 @@ def _alike(a: Tensor, b: Tensor) -> float:
     )
 
 
-def start_conv(whole: WholeModel, expected: Any) -> Outcome:
-    """The convolutions of a fresh conversion with these settings, and of this model if it was never
-    trained."""
-    if whole.config.conv == "next":
-        return Outcome(
-            "extension",
-            "there is no convolution: the next token's source stands in its place",
-            {"conv": "next"},
-        )
-    fresh = max(float(conv.abs().max()) for conv, _ in whole.once(after_conversion).generators)
-    here = max(float(layer.ttt.conv.detach().abs().max()) for layer in whole.layers.values())
-    found = (
-        "a conversion starts with conv = 0"
-        if fresh == 0
-        else f"a conversion starts with conv up to {fresh:.2g}"
-    )
-    found += "; this model's is 0 still" if here == 0 else "; this model's has been trained since"
-    return judged(fresh == 0, found, {"largest entry, fresh": fresh, "largest entry, this model": here}, 0)
-
-
-def start_projection(whole: WholeModel, expected: Any) -> Outcome:
-    """P of a fresh conversion: its entries off the diagonal, and the spread on it against the model's
-    initializer range."""
-    if whole.config.proj_init != "random_diagonal":
-        measured = "map to the next token that is measured on a text"
-        start = (
-            measured if whole.config.proj_init == "calibrated" else whole.config.proj_init.replace("_", " ")
-        )
-        return Outcome("extension", f"P starts as the {start}", {"proj_init": whole.config.proj_init})
-    fresh, half = (
-        [proj for _, proj in whole.once(after_conversion).generators],
-        len(whole.once(after_conversion).generators) // 2,
-    )
-    drawn = [(p, TWIN_RANGE) for p in fresh]
-    groups = [fresh[:half], fresh[half:]]
-    if untrained(whole):
-        own = [layer.ttt.proj.detach().float().cpu() for layer in whole.layers.values()]
-        drawn += [(p, surgery.initial_std(whole.lm.config)) for p in own]
-        groups.append(own)
-    off = max(float((p - p.diagonal().diag()).abs().max()) for p, _ in drawn)
-    strange = [why for p, wanted in drawn if (why := _unlike_normal(p.diagonal() / wanted))]
-    alike = any(torch.equal(a, b) for group in groups for a, b in itertools.combinations(group, 2))
-    found = (
-        "P is diagonal, N(0, σ²) with the initializer range"
-        if off == 0
-        else f"P has entries up to {off:.2g} off its diagonal"
-    )
-    found = strange[0] if strange and off == 0 else found
-    found += "; the same in two layers" if alike else ""
-    spread = [float(p.diagonal().std()) / wanted for p, wanted in drawn]
-    numbers = {"largest off the diagonal": off, "spread on the diagonal, over the initializer range": spread}
-    return judged(off == 0 and not strange and not alike, found, numbers, 0.25)
-
-
-def _unlike_normal(x: Tensor) -> str:
-    """What of numbers [n] is not as N(0, 1) has it, beyond what n draws may do; empty where all is."""
-    n, mean, std, largest = len(x), float(x.mean()), float(x.std()), float(x.abs().max())
-    if abs(std - 1) > max(0.25, 4 / (2 * n) ** 0.5):
-        return f"P's diagonal has {std:.2f} of the initializer range"
-    if abs(mean) > max(0.35, 4 / n**0.5):
-        return f"P's diagonal has a mean of {mean:.2f} of its range"
-    if n >= 100 and largest < 1.9 * std:
-        return f"P's diagonal is nowhere above {largest / std:.2f} of its spread, as no normal draw is"
-    return ""
-
-
-def start_identity(whole: WholeModel, expected: Any) -> Outcome:
-    """What a conversion makes of the base's weights; with conv = 0, a small model before and after it, and
-    this one with TTT on and off."""
-    small = whole.once(after_conversion)
-    for found, names in (
-        ("a conversion changes the base's", small.changed),
-        ("a conversion freezes", small.frozen),
-        ("while the rest of their MLP is trained, frozen are", frozen_beside_trained(whole)),
-    ):
-        if names:
-            return judged(False, f"{found} {_list(names[:3])}", {"named": names}, 0)
-    if not whole.config.starts_as_base:
-        return Outcome(
-            "extension",
-            "a fresh conversion writes at once, so that it is not its base",
-            {"conv": whole.config.conv},
-        )
-    ids = torch.randint(64, (1, 3 * whole.chunk), generator=torch.Generator().manual_seed(whole.seed))
-    settings = dataclasses.replace(whole.config, chunk_size=whole.chunk)
-    numbers = {}
-    with torch.no_grad():
-        wanted = base_of_twin()(ids, use_cache=False).logits
-        ways: dict[str, Any] = {"a small model": twin}
-        if not settings.needs_calibration:  # a folder is converted before it is measured
-            ways["a small folder"] = twin_on_disk
-        for name, converted in ways.items():
-            with converted(settings, layers=(0, 1)) as model:
-                for layer in surgery.fast_weights(model).values():
-                    layer.ttt.conv.zero_()
-                numbers[f"logits of {name} against its base"] = largest_difference(
-                    model(ids, use_cache=False).logits, wanted
-                )
-    if untrained(whole):
-        with small_chunks(whole.model, whole.chunk, seed=None), torch.no_grad():
-            on = whole.lm(whole.ids, use_cache=False).logits
-            with surgery.disable_ttt(whole.lm):
-                off = whole.lm(whole.ids, use_cache=False).logits
-        numbers["logits of this model, on against off"] = largest_difference(on, off)
-    worst = max(numbers, key=lambda name: numbers[name])
-    limit = limits(whole.lm.dtype if "this model" in worst else torch.float32).start
-    off = numbers[worst]
-    found = (
-        "the model starts as its base"
-        if off < limit
-        else f"the model starts {off:.2g} of a logit away from its base"
-    )
-    return judged(off < limit, found, numbers, limit)
-
-
-def untrained(whole: WholeModel) -> bool:
-    return whole.config.starts_as_base and not any(
-        bool(layer.ttt.conv.detach().any()) for layer in whole.layers.values()
-    )
-
-
 def layer_spacing(whole: WholeModel, expected: Any) -> Outcome:
-    """Which layers hold a state after the model has read, every sixth or not."""
+    """Compares the layers that hold a state after reading with every sixth layer."""
     layers = whole.after_reading.layers
     wanted = list(range(layers[0], whole.depth, expected)) if layers else []
     found = f"layers {_list(layers)} of {whole.depth} write" if layers else "no layer writes"
@@ -208,7 +84,7 @@ def layer_spacing(whole: WholeModel, expected: Any) -> Outcome:
 
 
 def layer_offset(whole: WholeModel, expected: Any) -> Outcome:
-    """The first layer that writes; a choice, since the paper gives none."""
+    """Finds the first layer that writes, which is a choice since the paper gives none."""
     layers = whole.after_reading.layers
     if not layers:
         raise NotChecked("no layer writes")
@@ -218,8 +94,10 @@ def layer_offset(whole: WholeModel, expected: Any) -> Outcome:
 
 
 def layers_in_range(whole: WholeModel, expected: Any) -> Outcome:
-    """Layers that the config names and that do not write; and whether a conversion refuses a layer beyond the
-    model."""
+    """Finds layers that the config names and that do not write.
+
+    A conversion must also refuse a layer beyond the model.
+    """
     assert not isinstance(whole.config.layers, str)
     silent = sorted(set(whole.config.layers) - set(whole.after_reading.layers))
     try:
@@ -245,8 +123,10 @@ def layers_in_range(whole: WholeModel, expected: Any) -> Outcome:
 
 
 def every_layer(whole: WholeModel, expected: Any) -> Outcome:
-    """η as measured over η as set, and own-chunk exposure, in each TTT layer against the first; whether each
-    has tensors of its own."""
+    """Compares each TTT layer with the first: measured η over set η, and own-chunk exposure.
+
+    Each layer must also have tensors of its own and follow its declared rule.
+    """
     rows: dict[int, tuple[float, float]] = {}
     apart = _sharing(whole)
     if isinstance(etas := whole.config.eta, tuple):
@@ -263,7 +143,7 @@ def every_layer(whole: WholeModel, expected: Any) -> Outcome:
             except NotChecked:
                 if not rows:
                     raise
-                # of the first layer writes can be told from what is read, and of this one not
+                # because writes can be measured in the first layer and not in this one
                 apart.append(index)
                 continue
             rows[index] = row
@@ -292,7 +172,7 @@ def every_layer(whole: WholeModel, expected: Any) -> Outcome:
 
 
 def _sharing(whole: WholeModel) -> list[int]:
-    """TTT layers whose conv or P is another one's too."""
+    """Returns the TTT layers whose conv or P is also that of another layer."""
     found: list[int] = []
     seen: set[int] = set()
     for index, layer in whole.layers.items():
@@ -303,12 +183,12 @@ def _sharing(whole: WholeModel) -> list[int]:
 
 
 def model_state_place(whole: WholeModel, expected: Any) -> Outcome:
-    """W0 of each TTT layer and all buffers, before and after reading and generating."""
+    """Compares W0 of each TTT layer and all buffers before and after reading and generating."""
     return _unchanged(whole, lambda fast: fast, "the state is in no parameter and no buffer")
 
 
 def model_slow_weights(whole: WholeModel, expected: Any) -> Outcome:
-    """Every other parameter of the model, before and after reading and generating."""
+    """Compares every other parameter of the model before and after reading and generating."""
     return _unchanged(whole, lambda fast: not fast, "reading and generating change no slow weight")
 
 
@@ -329,7 +209,7 @@ def _unchanged(whole: WholeModel, wanted: Any, found: str) -> Outcome:
 
 
 def extensions(whole: WholeModel, expected: Any) -> Outcome:
-    """Settings that the paper's method does not have, and their values."""
+    """Lists the settings that the paper's method lacks, with their values."""
     on = whole.config.extensions
     if expected is not None:
         differs = [name for name, value in expected.items() if on.get(name) != value] + sorted(
@@ -354,7 +234,7 @@ def _list(values: list[Any]) -> str:
 
 
 def eta_by_settings(whole: WholeModel, expected: Any) -> Outcome:
-    """η as the config has it."""
+    """Reads η from the config."""
     values = sorted({whole.config.eta_of(i) for i in range(len(whole.layers))})
     found, numbers = f"η = {', '.join(f'{value:g}' for value in values)}", {"η": values}
     if expected is None:
@@ -363,11 +243,11 @@ def eta_by_settings(whole: WholeModel, expected: Any) -> Outcome:
 
 
 def chunk_size_by_settings(whole: WholeModel, expected: Any) -> Outcome:
-    """Tokens a chunk as the config has them."""
+    """Reads the tokens per chunk from the config."""
     size = whole.config.chunk_size
     return judged(
         min(expected) <= size <= max(expected),
         f"{size} tokens",
-        {"tokens a chunk": size, "expected": list(expected)},
+        {"tokens per chunk": size, "expected": list(expected)},
         0,
     )

@@ -1,4 +1,4 @@
-"""Probes of the update rule: order, sign, sum, what accumulates (paper §3.1, §3.2, §3.4, Algorithm 1)."""
+"""Probes of the update rule: order, sign, sum, accumulation (paper §3.1, §3.2, §3.4, Algorithm 1)."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from ..outcome import TOLERANCE, NotChecked, Outcome, judged
 from .bench import CHUNKS, Bench, error, measured_chunk
 
 _LARGE_CHUNK = 20_000
-"""Tokens beyond which a chunk of the real size is not built."""
+"""Largest chunk size, in tokens, at which a chunk of the real size is built."""
 
 
 def writes(bench: Bench, expected: Any) -> Outcome:
-    """What a chunk's targets change in the outputs of the next chunk."""
+    """Measures the effect of a chunk's targets on the outputs of the next chunk."""
     x, target = bench.tiled(2 * bench.chunk), bench.middle(2 * bench.chunk, 0)
     outputs = torch.linalg.vector_norm(bench.run(x, bench.zeros(len(x)))[bench.chunk :])
     size = float(torch.linalg.vector_norm(bench.response(x, target)[bench.chunk :]) / outputs)
     found = (
-        "what a chunk writes is read by the next"
+        "a chunk's write is read by the next chunk"
         if size > 0
         else "nothing that is written is ever read: TTT does nothing"
     )
@@ -27,8 +27,10 @@ def writes(bench: Bench, expected: Any) -> Outcome:
 
 
 def fast_tensor(bench: Bench, expected: Any) -> Outcome:
-    """Change W0 and see whether the first chunk follows, its bias included; read one write with other keys
-    and see whether it is linear."""
+    """Changes W0 and compares the first chunk's outputs, its bias included, with the expected change.
+
+    It also reads one write with other keys, to test that reads are linear in the keys.
+    """
     module, chunk = bench.module, bench.chunk
     off = follows(bench)
     if (bias := module.bias) is not None:
@@ -52,7 +54,7 @@ def fast_tensor(bench: Bench, expected: Any) -> Outcome:
         else (
             "the outputs do not follow the down-projection's weight"
             if off >= TOLERANCE
-            else "what was written is not read as a matrix on Z"
+            else "writes are not read as a matrix on Z"
         )
     )
     return judged(
@@ -64,7 +66,7 @@ def fast_tensor(bench: Bench, expected: Any) -> Outcome:
 
 
 def follows(bench: Bench) -> float:
-    """Error of the first chunk's outputs after a change of W0, against that change times Z."""
+    """Returns the error of the first chunk's outputs after a change of W0, against that change times Z."""
     module, x, none = bench.module, bench.tiled(bench.chunk), bench.zeros(bench.chunk)
     w0 = module.fast_weight
     before = bench.run(x, none)
@@ -77,9 +79,10 @@ def follows(bench: Bench) -> float:
 
 
 def causality(bench: Bench, expected: Any) -> Outcome:
-    """K above the diagonal, and whether another last token changes an output before it.
+    """Measures K above the diagonal, and the effect of another last token on earlier outputs.
 
-    Of least squares, outputs of earlier chunks: whether a chunk reads its own keys is `own-chunk-exposure`'s.
+    Under least squares only outputs of earlier chunks count. `own-chunk-exposure` detects that a chunk reads
+    its own keys.
     """
     later = bench.reads.triu(1).abs().max().item()
     x, target = bench.tiled(3 * bench.chunk), bench.middle(3 * bench.chunk, 0, bench.chunk)
@@ -105,7 +108,7 @@ def causality(bench: Bench, expected: Any) -> Outcome:
 
 
 def apply_then_update(bench: Bench, expected: Any) -> Outcome:
-    """The diagonal of K while a sequence streams in chunk by chunk."""
+    """Measures the diagonal of K while a sequence streams in chunk by chunk."""
     own = bench.stream_reads.diagonal().abs().max().item()
     if own >= TOLERANCE and abs(own - abs(own_write(bench))) < TOLERANCE:
         raise NotChecked(
@@ -120,7 +123,7 @@ def apply_then_update(bench: Bench, expected: Any) -> Outcome:
 
 
 def exclusive_sum(bench: Bench, expected: Any) -> Outcome:
-    """The diagonal of K in one call: 1 is an inclusive sum."""
+    """Measures the diagonal of K in one call; 1 is an inclusive sum."""
     own = own_write(bench)
     inclusive = abs(own - 1) < 0.05
     found = f"a chunk reads {own:.3g} of its own write" + (": the sum is inclusive" if inclusive else "")
@@ -128,7 +131,10 @@ def exclusive_sum(bench: Bench, expected: Any) -> Outcome:
 
 
 def own_chunk_exposure(bench: Bench, expected: Any) -> Outcome:
-    """The diagonal of K in one call: any part but 0, and 1, which `exclusive-sum` has."""
+    """Measures the diagonal of K in one call, which must be 0.
+
+    The value 1 belongs to `exclusive-sum`.
+    """
     own = own_write(bench)
     if abs(own - 1) < 0.05:
         raise NotChecked("the whole of the own write is read, which `exclusive-sum` reports")
@@ -138,7 +144,7 @@ def own_chunk_exposure(bench: Bench, expected: Any) -> Outcome:
         if abs(own) < TOLERANCE <= moved:
             return judged(
                 False,
-                "what a chunk reads depends on its own keys: they are in the Gram too early",
+                "a chunk's reads depend on its own keys: they are in the Gram too early",
                 numbers,
                 TOLERANCE,
             )
@@ -146,8 +152,10 @@ def own_chunk_exposure(bench: Bench, expected: Any) -> Outcome:
 
 
 def own_keys(bench: Bench) -> float:
-    """How far another last key of a chunk moves the outputs before it in the same chunk, which an exclusive
-    Gram does not."""
+    """Returns the effect of a chunk's last key on earlier outputs of the same chunk.
+
+    An exclusive Gram has none.
+    """
     chunk = bench.chunk
     x, target = bench.tiled(3 * chunk), bench.zeros(3 * chunk)
     target[:chunk] = bench.scale * bench.units(chunk)
@@ -157,7 +165,7 @@ def own_keys(bench: Bench) -> float:
 
 
 def sign(bench: Bench, expected: Any) -> Outcome:
-    """Whether a later chunk answers along the target or against it, where one key and one target repeat."""
+    """Compares the direction of a later read with the target, where one key and one target repeat."""
     row = bench.scale * bench.units(1)[0]
     target = torch.cat([row.expand(bench.chunk, -1), bench.zeros(bench.chunk)])
     value = float((bench.response(bench.same(len(target)), target)[bench.chunk :] @ row).mean() / (row @ row))
@@ -170,7 +178,7 @@ def sign(bench: Bench, expected: Any) -> Outcome:
 
 
 def loss_sum(bench: Bench, expected: Any) -> Outcome:
-    """The size of one token's write, against η, and in chunks twice as long."""
+    """Compares the size of one token's write with η, and with its size in chunks twice as long."""
     if bench.module.ridge is not None:
         return _instead(
             bench, "the loss is Σ ‖V - ZMᵀ‖² + λ‖M‖² over all tokens, solved and not stepped down"
@@ -209,8 +217,10 @@ def loss_sum(bench: Bench, expected: Any) -> Outcome:
 
 
 def no_normalisation(bench: Bench, expected: Any) -> Outcome:
-    """How a write grows with the size of its targets (degree 1) and of its keys (degree 1 each, written and
-    read)."""
+    """Measures the growth of a write with its targets and keys.
+
+    The degree must be 1 in the targets, in the written keys, and in the keys that read.
+    """
     if bench.module.ridge is not None:
         return _instead(bench, "the sum of VᵀZ is read through the inverse of that of ZᵀZ")
     target = bench.middle(2 * bench.chunk, 0)
@@ -241,8 +251,10 @@ def no_normalisation(bench: Bench, expected: Any) -> Outcome:
 
 
 def plain_sum(bench: Bench, expected: Any) -> Outcome:
-    """K below the diagonal is constant: what was written neither fades, nor grows, nor is corrected by later
-    chunks."""
+    """Tests that K is constant below the diagonal.
+
+    A write must not fade, grow, or be corrected by later chunks.
+    """
     if bench.module.ridge is not None:
         return _instead(bench, "deltas add up in two sums, and what is read is the least-squares map of both")
     reads = bench.reads
@@ -272,7 +284,7 @@ def plain_sum(bench: Bench, expected: Any) -> Outcome:
 
 
 def eta(bench: Bench, expected: Any) -> Outcome:
-    """The size of one token's write; a choice, since the paper gives none."""
+    """Measures the size of one token's write, which is a choice since the paper gives no η."""
     value = abs(bench.kappa())
     if bench.module.ridge is not None:
         return Outcome(
@@ -288,7 +300,7 @@ def eta(bench: Bench, expected: Any) -> Outcome:
 
 
 def chunk_size(bench: Bench, expected: Any) -> Outcome:
-    """Where the outputs step at the module's own chunk size, with equal keys and equal targets."""
+    """Finds the step of the outputs at the module's own chunk size, with equal keys and equal targets."""
     own = bench.module.own_chunk
     if own > _LARGE_CHUNK:
         raise NotChecked(f"chunks of {own} tokens are too long to build here")
@@ -302,11 +314,11 @@ def chunk_size(bench: Bench, expected: Any) -> Outcome:
         found = measured
     low, high = min(expected), max(expected)
     holds = low <= found <= high if len(expected) == 2 else found in expected
-    return judged(holds, f"{found} tokens", {"tokens a chunk": found, "expected": list(expected)}, 0)
+    return judged(holds, f"{found} tokens", {"tokens per chunk": found, "expected": list(expected)}, 0)
 
 
 def _instead(bench: Bench, what: str) -> Outcome:
-    """What stands in the place of the paper's rule; `least-squares` holds it against its own law."""
+    """Returns "extension" for a rule in place of the paper's; `least-squares` compares it with its law."""
     return Outcome(
         "extension",
         f"{what} (λ = {bench.module.ridge:g}); `least-squares` measures it",
@@ -315,7 +327,7 @@ def _instead(bench: Bench, what: str) -> Outcome:
 
 
 def own_write(bench: Bench) -> float:
-    """The largest part of its own write that a chunk reads in one call."""
+    """Returns the largest part of its own write that a chunk reads in one call."""
     own = bench.reads.diagonal()
     return own[own.abs().argmax()].item()
 
@@ -323,7 +335,7 @@ def own_write(bench: Bench) -> float:
 def _heat(bench: Bench) -> dict[str, Any]:
     return {
         "kind": "heat",
-        "title": "What chunk i reads of chunk j's write",
+        "title": "Share of chunk j's write that chunk i reads",
         "x": "written by chunk",
         "y": "read by chunk",
         "values": bench.reads.tolist(),

@@ -1,4 +1,4 @@
-"""Probes of a stream that steps back, and of one that is saved (neither is in the paper)."""
+"""Probes of a stream that takes tokens back, and of a saved stream (neither is in the paper)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 
 from ..outcome import TOLERANCE, NotChecked, Outcome, judged
 from .bench import Bench
-from .sequence import refuse_blind_streams
+from .streams import refuse_blind_streams
 
 
 def take_back(bench: Bench, expected: Any) -> Outcome:
-    """Tokens that completed a chunk and are taken back, against a stream that never read them."""
+    """Takes back tokens that completed a chunk, and compares with a stream that never read them."""
     if not hasattr(bench.module.stream(), "take_back"):
         raise NotChecked("the module has no way to take tokens back")
     chunk, off = bench.chunk, {}
@@ -36,8 +36,7 @@ def take_back(bench: Bench, expected: Any) -> Outcome:
 
 
 def saved_session(bench: Bench, expected: Any) -> Outcome:
-    """A stream that goes on from what it saves in the middle of a chunk, against one that was never
-    interrupted."""
+    """Continues a stream from data saved in the middle of a chunk, and compares with an uninterrupted one."""
     stream: Any = bench.module.stream()
     if not hasattr(stream, "saved"):
         raise NotChecked("the module has no way to save a stream")

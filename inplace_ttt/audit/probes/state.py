@@ -16,18 +16,19 @@ _WRITES, _SOLVES = 64, 16
 _SMALL = 3e-4
 _LOST = 1e-3
 _ARRIVED = 0.1
-"""Of what should arrive in half precision, whose own rounding is below this."""
+"""Tolerance on the share of small writes that arrives in half precision, whose own rounding is smaller."""
 _GRADIENT = 0.05
 _DIRECTIONS = 3
 
 
 def state_precision(bench: Bench, expected: Any) -> Outcome:
-    """In float32 arithmetic: do many writes add up, and does one write of 0.03 % of ‖W0‖ count as much as a
-    large one?
+    """Measures the loss of writes by rounding in float32 arithmetic.
 
-    A state in half precision fails the first, a running weight in half precision the second. Of least
-    squares, also whether scattered keys read what they should, where they do in float64, which a Gram in half
-    precision fails. A layer that is used in half precision is asked there, too: what arrives of many small
+    Many writes must add up, which a state in half precision fails. One write of 0.03 % of ‖W0‖ must count as
+    much as a large one, which a running weight in half precision fails. Under least squares scattered keys
+    must also read the right values if they do so in float64, which a Gram in half precision fails.
+
+    A layer that is used in half precision is measured there too, by the share that arrives of many small
     writes that agree.
     """
     arrived = _arrived(bench)
@@ -38,7 +39,7 @@ def state_precision(bench: Bench, expected: Any) -> Outcome:
         writes = _WRITES if module.ridge is None else _SOLVES
         sums = _additivity(single, writes)
         losses = {f"error of {writes} writes added up": sums}
-        if module.whitening is None:  # else what is written does not fit into a running weight
+        if module.whitening is None:  # because writes under whitened keys do not fit into a running weight
             losses[f"lost of a write of {_SMALL} ‖W0‖"] = _small_write(single)
         dtype = _state_dtype(single)
         if bench.module.ridge is not None and bench.law_error < TOLERANCE:
@@ -54,8 +55,11 @@ def state_precision(bench: Bench, expected: Any) -> Outcome:
 
 
 def _arrived(bench: Bench) -> dict[str, float]:
-    """What arrives of writes that agree, each small beside W0, over their sum, in the precision that the
-    layer is used in."""
+    """Returns the share that arrives of many equal writes, each small beside W0, over their sum.
+
+    It is measured in the precision in which the layer is used. It is empty for float32 and wider, and under
+    least squares.
+    """
     try:
         with bench.module.deployed() as module, module.unclipped():
             half = Bench(module, 0)
@@ -79,8 +83,10 @@ def _arrived(bench: Bench) -> dict[str, float]:
 
 
 def _additivity(bench: Bench, writes: int) -> float:
-    """‖read of all - (read of even chunks + read of odd chunks)‖ / ‖read of all‖, with other targets in each
-    chunk."""
+    """Returns ‖read of all - (read of even chunks + read of odd chunks)‖ / ‖read of all‖.
+
+    Each chunk has different targets.
+    """
     chunk = bench.chunk
     x = bench.tiled((writes + 1) * chunk)
     target = bench.scale * bench.units(len(x))
@@ -92,13 +98,16 @@ def _additivity(bench: Bench, writes: int) -> float:
 
 
 def _small_write(bench: Bench) -> float:
-    """1 - (read of a small write / its size) / (read of a large one / its size), both along the large one."""
+    """Returns 1 - (read of a small write / its size) / (read of a large one / its size).
+
+    Both reads are projected on the large one.
+    """
     x, target = bench.tiled(2 * bench.chunk), bench.middle(2 * bench.chunk, 0)
     try:
         w0 = bench.module.fast_weight.detach().double()
     except NotChecked:
         return 0.0
-    if not bool(w0.any()):  # nothing that a write could be small beside
+    if not bool(w0.any()):  # no write is small beside W0 = 0
         return 0.0
     z = bench.keys_of(bench.tiled(bench.chunk))
     large = bench.response(x, target)[bench.chunk :]
@@ -109,7 +118,7 @@ def _small_write(bench: Bench) -> float:
 
 
 def _state_dtype(bench: Bench) -> str | None:
-    """What a stream keeps its state in, where that can be looked at."""
+    """Returns the dtype of a stream's state, or None if it cannot be read."""
     try:
         stream = bench.module.stream()
     except NotChecked:
@@ -121,7 +130,7 @@ def _state_dtype(bench: Bench) -> str | None:
 
 
 def state_place(bench: Bench, expected: Any) -> Outcome:
-    """W0 and every buffer, before and after reading three chunks."""
+    """Compares W0 and every buffer before and after reading three chunks."""
     changed = [name for name in _changed(bench) if bench.module.is_fast(name)]
     found = (
         "the state is in no parameter and no buffer"
@@ -132,14 +141,14 @@ def state_place(bench: Bench, expected: Any) -> Outcome:
 
 
 def slow_weights(bench: Bench, expected: Any) -> Outcome:
-    """Every parameter but W0, before and after reading three chunks."""
+    """Compares every parameter but W0 before and after reading three chunks."""
     changed = [name for name in _changed(bench) if not bench.module.is_fast(name)]
     found = "reading changes no slow weight" if not changed else f"reading changes {', '.join(changed)}"
     return judged(not changed, found, {"changed": changed}, 0)
 
 
 def _changed(bench: Bench) -> list[str]:
-    """Tensors that a forward in evaluation mode changes, whole or streamed."""
+    """Returns names of tensors that a forward in evaluation mode changes, in one call or streamed."""
     module = bench.module
     x, target = bench.tiled(3 * bench.chunk), bench.middle(3 * bench.chunk, 0, bench.chunk)
     before = {name: tensor.detach().clone() for name, tensor in module.tensors().items()}
@@ -161,9 +170,9 @@ def _changed(bench: Bench) -> list[str]:
 
 
 def gradient(bench: Bench, expected: Any) -> Outcome:
-    """Derivatives by autograd against differences of the module's own outputs, along random directions.
+    """Compares derivatives by autograd with differences of the module's own outputs, along random directions.
 
-    Only the third chunk's outputs count, so that all of it comes through the sum of deltas.
+    Only the third chunk's outputs count, so that the whole derivative comes through the sum of deltas.
     """
     errors = _gradient_errors(bench)
     del errors["targets"]
@@ -182,8 +191,10 @@ def gradient(bench: Bench, expected: Any) -> Outcome:
 
 
 def target_gradient(bench: Bench, expected: Any) -> Outcome:
-    """Whether the targets' source gets a gradient from what later chunks read; a choice, since the paper says
-    nothing."""
+    """Measures the gradient that reaches the targets' source from later reads.
+
+    The paper does not mention it, so that either result is a choice.
+    """
     errors = _gradient_errors(bench)
     error = errors.pop("targets")
     flows, meant = error < _GRADIENT, bench.module.detaches_target
@@ -192,11 +203,11 @@ def target_gradient(bench: Bench, expected: Any) -> Outcome:
         if flows
         else "the target is detached from its source"
     )
-    # else `gradient` reports what all of it has lost
+    # If other gradients are wrong too, `gradient` reports them.
     if meant is not None and flows == meant and max(errors.values()) < _GRADIENT:
         return judged(
             False,
-            f"{found}, and its settings say otherwise",
+            f"{found}, which contradicts its settings",
             {"error of the derivative by targets": error},
             _GRADIENT,
         )
@@ -204,8 +215,10 @@ def target_gradient(bench: Bench, expected: Any) -> Outcome:
 
 
 def _gradient_errors(bench: Bench) -> dict[str, float]:
-    """For conv, P, the keys and the targets: ‖autograd - differences‖ / ‖differences‖ over some
-    directions."""
+    """Returns ‖autograd - differences‖ / ‖differences‖ over some directions, by tensor.
+
+    The tensors are conv, P, the keys and the targets.
+    """
     module, chunk = bench.module, bench.chunk
     x, target = bench.tiled(3 * chunk), bench.scale * bench.units(3 * chunk)
     weights = bench.random(chunk, module.d)
@@ -229,7 +242,8 @@ def _gradient_errors(bench: Bench) -> dict[str, float]:
                 for _ in range(_DIRECTIONS):
                     direction = bench.random(*tensor.shape) * float(tensor.detach().double().std() + 0.1)
                     if name == "keys":
-                        direction[2 * chunk :] = 0  # how the last chunk reads is not the scan
+                        # because the reads of the last chunk are not part of the scan
+                        direction[2 * chunk :] = 0
                     by_autograd = 0.0 if grad is None else float((grad.double().cpu() * direction).sum())
                     pairs.append((by_autograd, *_differences(value, tensor, direction)))
                 a, short, twice, long = torch.tensor(pairs, dtype=torch.float64).T
@@ -249,10 +263,9 @@ def _gradient_errors(bench: Bench) -> dict[str, float]:
 def _differences(
     value: Callable[[], Tensor], tensor: Tensor, direction: Tensor
 ) -> tuple[float, float, float]:
-    """Derivatives of `value` as `tensor` moves along `direction`, from short steps, from twice these, and
-    from long ones.
+    """Returns derivatives of `value` along `direction`, from short, twice as long, and long steps.
 
-    The long ones are exact for polynomials up to the fourth degree, and rounding plays no part in them.
+    The long steps are exact for polynomials up to the fourth degree, and rounding is negligible in them.
     """
     before = tensor.detach().clone()
 

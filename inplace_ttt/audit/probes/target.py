@@ -1,7 +1,7 @@
 """Probes of the target generator V = Conv(X) · P (paper §3.2, §3.4, Algorithm 1 line 6).
 
-An impulse in X at one token shows which tokens' targets take it in; a constant X leaves padding out of play,
-so that P and the order of the two maps show alone.
+An impulse in X at one token shows the tokens whose targets it enters. A constant X excludes the padding, and
+so isolates P and the order of the two maps.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from ..outcome import TOLERANCE, NotChecked, Outcome, judged
 from .bench import Bench
 
 _VISIBLE = 0.02
-"""Of the largest response to an impulse: less is nothing."""
+"""Smallest response to an impulse that counts, as a share of the largest response."""
 
 
 def conv_depthwise(bench: Bench, expected: Any) -> Outcome:
-    """An impulse in one channel: how much of the response is in other channels, under the kernel's own full
-    shape."""
+    """Measures the response in other channels to an impulse in one channel.
+
+    All entries of the kernel's own full shape are set.
+    """
     conv = bench.module.conv
     with torch.no_grad():
         bench.generate(_taps(bench), bench.identity())
@@ -50,13 +52,13 @@ def conv_depthwise(bench: Bench, expected: Any) -> Outcome:
 
 
 def conv_size(bench: Bench, expected: Any) -> Outcome:
-    """How many tokens an impulse reaches, chunk edges away."""
+    """Counts the tokens that an impulse in the middle of a chunk reaches."""
     response = _offsets(bench)
     taps = sorted(response)
     found = f"{len(taps)} taps"
     chart = {
         "kind": "bars",
-        "title": "What a token's target takes from its neighbours",
+        "title": "Contribution of neighboring tokens to a token's target",
         "x": "token, relative to the target's own",
         "y": "size of the response",
         "labels": [f"{o:+d}" if o else "0" for o in taps],
@@ -66,14 +68,14 @@ def conv_size(bench: Bench, expected: Any) -> Outcome:
 
 
 def conv_bias(bench: Bench, expected: Any) -> Outcome:
-    """Whether anything is written when the target source is zero."""
+    """Measures the write of a target source of zeros."""
     tokens = 2 * bench.chunk
     x = bench.tiled(tokens)
     with bench.generator_of(_taps(bench), bench.identity()):
         written = bench.run(x, bench.zeros(tokens))
     with bench.generator_of(0 * _taps(bench), 0 * bench.identity()):
         none = bench.run(x, bench.zeros(tokens))
-    # A bias does not grow with the targets, so it is held against a write of targets of norm 1.
+    # A bias does not grow with the targets, so it is compared with a write of targets of norm 1.
     size = bench.size((written - none)[bench.chunk :]) * bench.scale
     found = (
         "nothing is written where the target source is zero"
@@ -84,7 +86,7 @@ def conv_bias(bench: Bench, expected: Any) -> Outcome:
 
 
 def conv_lookahead(bench: Bench, expected: Any) -> Outcome:
-    """Which tokens the target of a token takes in."""
+    """Finds the tokens that enter the target of a token."""
     taps = sorted(_offsets(bench))
     ahead = [o for o in taps if o > 0]
     found = f"taps from t{taps[0]:+d} to t{taps[-1]:+d}" + (
@@ -94,11 +96,11 @@ def conv_lookahead(bench: Bench, expected: Any) -> Outcome:
 
 
 def conv_isolation(bench: Bench, expected: Any) -> Outcome:
-    """Impulses at both sides of a chunk's edge, and what the edge's tokens take from outside: zero."""
+    """Sets impulses on both sides of a chunk's edge; tokens at the edge must take zero from beyond it."""
     chunk = bench.chunk
     sides = {}
-    # All chunks have equal keys, so a read shows at which place in a chunk something was written: what an
-    # impulse at one side of the edge writes at the other side stands at the other end.
+    # All chunks have equal keys, so a read shows the place in a chunk at which a write was made. An impulse
+    # on one side of the edge that writes across it appears at the other end of a chunk.
     start, end = slice(0, chunk // 2), slice(chunk // 2, None)
     x = bench.tiled(3 * chunk)
     with bench.generator_of(_taps(bench), bench.identity()):
@@ -112,7 +114,7 @@ def conv_isolation(bench: Bench, expected: Any) -> Outcome:
             sides[name] = _norm(bench.decode(x[:chunk], effect[reader], reader)[there]) / _norm(
                 bench.decode(x[:chunk], effect[2], 2)
             )
-    # With all taps 1 and a constant source, a target counts its taps inside the chunk.
+    # With all taps 1 and a constant source, a target is proportional to its number of taps in the chunk.
     row = bench.scale * bench.units(1)[0]
     with bench.generator_of(torch.ones_like(_taps(bench)), bench.identity()):
         counts = bench.written(row.expand(chunk, -1)) @ row
@@ -134,8 +136,10 @@ def conv_isolation(bench: Bench, expected: Any) -> Outcome:
 
 
 def conv_before_projection(bench: Bench, expected: Any) -> Outcome:
-    """Kernels that differ by channel, with a symmetric P: the order of the two shows, transposition does
-    not."""
+    """Sets kernels that differ by channel and a symmetric P.
+
+    The result then depends on the order of the two maps, and not on a transposition.
+    """
     d = bench.module.d
     p = bench.random(d, d)
     p = p + p.T
@@ -151,7 +155,7 @@ def conv_before_projection(bench: Bench, expected: Any) -> Outcome:
 
 
 def projection_untransposed(bench: Bench, expected: Any) -> Outcome:
-    """A constant source through an asymmetric P, against X P and X Pᵀ."""
+    """Sends a constant source through an asymmetric P, and compares with X P and X Pᵀ."""
     if bench.module.proj is None:
         return judged(False, "there is no P: the target is the convolution's output", {}, TOLERANCE)
     p = bench.random(bench.module.d, bench.module.d)
@@ -174,14 +178,14 @@ def projection_untransposed(bench: Bench, expected: Any) -> Outcome:
 
 
 def _taps(bench: Bench) -> Tensor:
-    """A kernel of its own for each channel, [d, k], no entry near 0."""
+    """Returns a different kernel for each channel, [d, k], with no entry near 0."""
     return 0.5 + torch.rand(
         bench.module.d, bench.kernel, generator=torch.Generator().manual_seed(1), dtype=torch.float64
     )
 
 
 def _offsets(bench: Bench) -> dict[int, float]:
-    """Offset o -> how much the target of token t takes of token t + o, chunk edges away."""
+    """Returns by offset o the weight of token t + o in the target of token t, far from chunk edges."""
     at = bench.chunk // 2
     target = bench.zeros(bench.chunk)
     target[at] = bench.scale
@@ -195,7 +199,7 @@ def _offsets(bench: Bench) -> dict[int, float]:
 
 
 def zero_tap(bench: Bench) -> int:
-    """Index of the tap that takes the token itself."""
+    """Returns the index of the tap on the token itself; raises NotChecked if there is none."""
     at = bench.chunk // 2
     target = bench.zeros(bench.chunk)
     target[at] = bench.scale
@@ -213,5 +217,5 @@ def _norm(x: Tensor) -> float:
 
 
 def _cosine(a: Tensor, b: Tensor) -> float:
-    """Without its sign, which is another item's."""
+    """Returns the absolute cosine; another item measures the sign."""
     return abs(float(torch.nn.functional.cosine_similarity(a, b, dim=0)))

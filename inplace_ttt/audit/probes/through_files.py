@@ -1,5 +1,7 @@
-"""What comes back from a file: checkpoints, adapters, the public format, sessions. On a small model with the
-same settings."""
+"""Probe of files: checkpoints, adapters, the public format and sessions must restore their contents.
+
+A small model with the same settings is used.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from ...errors import InPlaceTTTError
 from ...families import CACHE
 from ...session.session import Session
 from ...surgery import config_of, fast_weights, revert
-from ..converted import small_chunks
+from ..borrowing import small_chunks
 from ..outcome import Outcome, judged
 from ..probed import Probed
 from ..whole_model import WholeModel
@@ -28,21 +30,19 @@ from .bench import largest_difference
 from .twin import twin
 
 _OFF = 1e-5
-"""Of logits, beside their size: a session that goes on is read in other pieces."""
+"""Tolerance on logits relative to their size, since a restored session is read in other pieces."""
 
 
 @torch.no_grad()
 def through_a_file(whole: WholeModel, expected: Any) -> Outcome:
-    """This model's tensors as its state dict has them; of a small one, what each kind of file gives back."""
-    # which draws conv and P, of which a start shows little
+    """Compares this model's tensors with its state dict, and a small model with each kind of file."""
+    # The context draws conv and P, because their initial values would hide an error.
     with small_chunks(whole.model, whole.chunk, whole.seed):
-        whole.lm(whole.ids, use_cache=False)  # what is written must not be saved
+        whole.lm(whole.ids, use_cache=False)  # the state must not be saved
         changed = [f"layer {i}'s {name}" for i, layer in whole.layers.items() for name in _not_as_held(layer)]
     if changed:
-        return judged(
-            False, f"a state dict has {changed[0]} otherwise than the model", {"changed": changed}, 0
-        )
-    # a list of them is no setting of the public format
+        return judged(False, f"{changed[0]} differs in a state dict from the model", {"changed": changed}, 0)
+    # because the public format cannot hold a list of η
     single = dataclasses.replace(whole.config, eta=whole.config.eta_of(0))
     with (
         twin(single) as model,
@@ -78,14 +78,14 @@ def through_a_file(whole: WholeModel, expected: Any) -> Outcome:
             wrong += [f"{name} with an η per layer does not give back {what}" for what in changed]
     return judged(
         not wrong,
-        wrong[0] if wrong else "what is saved comes back as it was, checkpoint, adapter and session",
+        wrong[0] if wrong else "checkpoint, adapter and session restore what was saved",
         numbers,
         _OFF,
     )
 
 
 def _not_as_held(layer: nn.Module) -> list[str]:
-    """Names of a layer's tensors that its state dict lacks, or has with other values."""
+    """Returns names of a layer's tensors that its state dict lacks, or has with other values."""
     saved, held = layer.state_dict(), {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
     return [
         name
@@ -106,7 +106,7 @@ def _adapter(model: Any, probed: Probed, folder: Path) -> list[str]:
 
 
 def _official(model: Any, probed: Probed, folder: Path) -> list[str]:
-    """Of what the public format can hold; nothing where it refuses."""
+    """Returns differences after a round trip through the public format; empty if the export is refused."""
     theirs = folder / "theirs"
     theirs.mkdir()
     try:
@@ -129,7 +129,7 @@ def _official(model: Any, probed: Probed, folder: Path) -> list[str]:
 
 
 def _unlike(loaded: Any, model: Any, probed: Probed) -> list[str]:
-    """What of a loaded model is not as it was."""
+    """Returns the names of tensors, settings or logits in which a loaded model differs from the original."""
     theirs = loaded.state_dict()
     changed = [name for name, tensor in model.state_dict().items() if not torch.equal(tensor, theirs[name])]
     if config_of(loaded) != probed.config:
@@ -145,8 +145,11 @@ def _unlike(loaded: Any, model: Any, probed: Probed) -> list[str]:
 
 
 def _session(model: Any, probed: Probed, folder: Path) -> float:
-    """Two rows, saved in the middle of a chunk: how far what is read after it is from a session that was
-    not."""
+    """Saves a session of two rows in the middle of a chunk and loads it.
+
+    Returns:
+        The largest difference of the logits that follow, from those of an uninterrupted session.
+    """
     known, later = probed.ids(2, 5 * probed.chunk).split([2 * probed.chunk + 5, 3 * probed.chunk - 5], 1)
     state = Session(model)
     state.read(known)

@@ -1,5 +1,7 @@
-"""A small model that this package converts with the settings of the one under audit, for what is seen on a
-fresh conversion."""
+"""A small model that this package converts with the settings of the audited model.
+
+It is used for measurements on fresh conversions.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,15 @@ from ...checkpoint.reading import Checkpoint
 from ...config import InPlaceTTTConfig
 
 TWIN_RANGE = 0.03
-"""Its initializer range: not the usual 0.02, so that what takes no notice of it shows."""
+"""Initializer range of the small model.
+
+It is not the usual 0.02, so that code that ignores it is detected.
+"""
 
 
 @contextmanager
 def twin(config: InPlaceTTTConfig, layers: tuple[int, ...] = (0, 1), width: int = 128) -> Iterator[Any]:
-    """A three-layer Llama of some width, converted by this package with these settings."""
+    """Yields a three-layer Llama of this width, converted by this package with these settings."""
     settings = _settings(config, layers)
     with _in_silence():
         model = surgery.convert(base_of_twin(width), settings)
@@ -40,7 +45,7 @@ def twin(config: InPlaceTTTConfig, layers: tuple[int, ...] = (0, 1), width: int 
 
 @contextmanager
 def twin_on_disk(config: InPlaceTTTConfig, layers: tuple[int, ...]) -> Iterator[Any]:
-    """The same base, converted as a folder and loaded; not calibrated."""
+    """Yields the same base converted as a folder and loaded, without calibration."""
     with _in_silence(), TemporaryDirectory() as folder:
         base_of_twin().save_pretrained(Path(folder) / "base")
         checkpoint = Checkpoint.open(Path(folder) / "base")
@@ -58,7 +63,7 @@ def twin_on_disk(config: InPlaceTTTConfig, layers: tuple[int, ...]) -> Iterator[
 
 
 def base_of_twin(width: int = 128) -> Any:
-    """The same weights each time."""
+    """Returns the Llama before its conversion, with the same weights at each call."""
     shape = LlamaConfig(
         vocab_size=64,
         hidden_size=width,
@@ -80,8 +85,10 @@ def _settings(config: InPlaceTTTConfig, layers: tuple[int, ...]) -> InPlaceTTTCo
 
 @contextmanager
 def _in_silence() -> Iterator[None]:
-    """Without what a conversion warns of, and transformers' bars, which would stand in the middle of the
-    audit's own."""
+    """Mutes a conversion's warnings and the progress bars of transformers inside the context.
+
+    They would interrupt the audit's own output.
+    """
     logger = logging.getLogger("inplace_ttt.surgery")
     level, shown = logger.level, is_progress_bar_enabled()
     logger.setLevel(logging.ERROR)
@@ -95,5 +102,5 @@ def _in_silence() -> Iterator[None]:
 
 
 def calibration_ids() -> Tensor:
-    """The text [1, T] that a `twin` is measured on."""
+    """Returns the token ids [1, T] on which a `twin` is calibrated."""
     return torch.randint(64, (1, 512), generator=torch.Generator().manual_seed(0))

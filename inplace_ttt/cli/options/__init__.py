@@ -1,2 +1,4 @@
-"""The arguments of each verb. Nothing here imports torch or transformers, so that --help and refused
-arguments are fast."""
+"""The arguments of each verb.
+
+Nothing here imports torch or transformers, so that --help and errors in the arguments are fast.
+"""

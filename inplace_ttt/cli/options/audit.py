@@ -1,4 +1,4 @@
-"""`inplace-ttt audit PATH_OR_RECIPE`"""
+"""Arguments of `inplace-ttt audit PATH_OR_RECIPE`."""
 
 from __future__ import annotations
 
@@ -25,30 +25,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "path",
         type=path,
         metavar="PATH_OR_RECIPE",
-        help="converted checkpoint, adapter folder, of PEFT too, or a training recipe (YAML)",
+        help="converted checkpoint, adapter folder (also PEFT's), or training recipe (YAML)",
     )
     parser.add_argument(
         "--profile",
-        metavar="P",
-        help="what it is held against: paper, official or ttt_ntp (default: paper, or the recipe's)",
+        metavar="PROFILE",
+        help="reference to compare with: paper, official or ttt_ntp (default: paper, or the recipe's)",
     )
     parser.add_argument(
-        "--format", default="md", metavar="F", help=f"of the report: {', '.join(_FORMATS)} (default: md)"
+        "--format",
+        default="md",
+        metavar="FORMAT",
+        help=f"format of the report: {', '.join(_FORMATS)} (default: md)",
     )
     parser.add_argument(
-        "--out", type=path, metavar="F", help="file to write the report to, instead of printing it"
+        "--out", type=path, metavar="PATH", help="file to write the report to, instead of printing it"
     )
     parser.add_argument(
         "--compare",
         type=path,
-        metavar="B",
-        help="another checkpoint or recipe; say where the two differ (the exit code is the first's)",
+        metavar="PATH_OR_RECIPE",
+        help="another checkpoint or recipe; report the differences (the exit code is the first's)",
     )
     parser.add_argument(
         "--card", action="store_true", help="also put the verdict into the checkpoint's model card"
     )
     parser.add_argument(
-        "--seed", type=seed(), default=0, metavar="N", help="of the random inputs (default: 0)"
+        "--seed", type=seed(), default=0, metavar="N", help="seed of the random inputs (default: 0)"
     )
     parser.set_defaults(check=check)
 
@@ -57,4 +60,4 @@ def check(args: argparse.Namespace) -> None:
     if args.format not in _FORMATS:
         raise InPlaceTTTError(f"--format must be one of {', '.join(_FORMATS)}, got {args.format!r}.")
     if args.out is not None and not Path(args.out).absolute().parent.is_dir():
-        raise InPlaceTTTError(f"--out {args.out} is in a folder that does not exist; make it first.")
+        raise InPlaceTTTError(f"--out {args.out} is in a folder that does not exist; create it first.")

@@ -1,4 +1,4 @@
-"""`inplace-ttt babilong PATH --lengths 1024,4096 --text F…`"""
+"""Arguments of `inplace-ttt babilong PATH --lengths 1024,4096 --text PATH…`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from . import long_context
 
 EXAMPLES = """examples:
   inplace-ttt babilong ./smollm2-ttt --lengths 1024,4096,8192 --text book.txt --batch-size 4 --out babilong
-  inplace-ttt babilong ./smollm2-ttt --lengths 4096 --text books/ --tasks qa1,qa2 --samples 500 --base ./smollm2-135m
+  inplace-ttt babilong ./smollm2-ttt --lengths 4096 --text books/ --tasks qa1,qa2 \\
+    --samples 500 --base ./smollm2-135m
   inplace-ttt babilong ./smollm2-ttt --lengths 4096 --text book.txt --write-samples samples"""
 
 
@@ -20,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=path,
         required=True,
         nargs="+",
-        metavar="F",
-        help="UTF-8 texts to hide facts in, or folders of .txt; BABILong has PG-19's books",
+        metavar="PATH",
+        help="UTF-8 texts to hide facts in, or folders of .txt; BABILong uses PG-19's books",
     )
     long_context.add_run(parser)

@@ -1,4 +1,4 @@
-"""`inplace-ttt bench` and `inplace-ttt bench --serving PATH`"""
+"""Arguments of `inplace-ttt bench` and `inplace-ttt bench --serving PATH`."""
 
 from __future__ import annotations
 
@@ -21,43 +21,46 @@ _SERVING = {"base": None, "requests": 16, "prompt_tokens": 1024, "new_tokens": 6
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     op = parser.add_argument_group("the op (default)")
     for name, least, most, meaning in (
-        ("--d", 2, 2**20, "hidden size"),  # of which least squares has half as many directions
+        ("--d", 2, 2**20, "hidden size"),  # ridge regression uses half as many directions, hence at least 2
         ("--h", 1, 2**20, "MLP size"),
         ("--tokens", 1, MOST_TOKENS, "tokens of the sequence"),
-        ("--chunk-size", 1, MOST_TOKENS, "tokens a chunk"),
+        ("--chunk-size", 1, MOST_TOKENS, "tokens per chunk"),
     ):
         _number(op, name, most, meaning, _OP, least)
     op.add_argument("--device", type=device, help="cpu or cuda (default: cpu)")
-    serving = parser.add_argument_group("serving by vLLM")
+    serving = parser.add_argument_group("serving with vLLM")
     serving.add_argument(
         "--serving",
         type=path,
         metavar="PATH",
-        help="a converted checkpoint, against its base and against generate",
+        help="converted checkpoint, compared with its base and with generate",
     )
     serving.add_argument(
-        "--base", type=path, metavar="B", help="the base (default: the one that the checkpoint names)"
+        "--base", type=path, metavar="PATH", help="the base (default: the one that the checkpoint names)"
     )
-    _number(serving, "--requests", 4096, "requests at once", _SERVING)
+    _number(serving, "--requests", 4096, "concurrent requests", _SERVING)
     _number(
         serving,
         "--prompt-tokens",
         MOST_TOKENS,
-        "tokens of the longest prompt, the shortest has a sixteenth",
+        "tokens of the longest prompt; the shortest has a sixteenth",
         _SERVING,
     )
-    _number(serving, "--new-tokens", MOST_TOKENS, "tokens that each generates", _SERVING)
+    _number(serving, "--new-tokens", MOST_TOKENS, "tokens generated per request", _SERVING)
     parser.add_argument(
         "--repeats", type=whole(1, 10_000), default=5, metavar="N", help="paired runs (default: 5)"
     )
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), default="float32", help="(default: float32)"
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="dtype of the tensors (default: float32)",
     )
     parser.set_defaults(check=check)
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuse options of the other kind of bench, and fill in the defaults of this one."""
+    """Refuses options of the other kind of bench, and fills in the defaults of this one."""
     mine, others = (_OP, _SERVING) if args.serving is None else (_SERVING, _OP)
     if idle := [name for name in others if getattr(args, name) is not None]:
         with_or_without = "without" if args.serving is None else "with"

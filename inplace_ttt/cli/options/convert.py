@@ -1,4 +1,4 @@
-"""`inplace-ttt convert SRC OUT`"""
+"""Arguments of `inplace-ttt convert SRC OUT`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from ..arguments import MOST_TOKENS, add_push, path, refuse_without_effect, whol
 EXAMPLES = """examples:
   inplace-ttt convert HuggingFaceTB/SmolLM2-135M smollm2-ttt
   inplace-ttt convert ./qwen3-4b ./qwen3-4b-ttt --layers every:6 --chunk-size 1024 --eta 0.3
-  inplace-ttt convert ./smollm2 ./smollm2-ridge --preset ridge --layers 12,18,24 --calibrate texts/ --set whitening.rank=256
+  inplace-ttt convert ./smollm2 ./smollm2-ridge --preset ridge --layers 12,18,24 \\
+    --calibrate texts/ --set whitening.rank=256
   inplace-ttt convert ./smollm2 ./smollm2-gradient --preset gradient --calibrate texts/
   inplace-ttt convert ./llama ./llama-ttt --adapter-only --no-verify"""
 
@@ -24,40 +25,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--preset",
         default="paper",
-        metavar="P",
+        metavar="PRESET",
         help=f"starting point: {', '.join(PRESETS)} (default: paper)",
     )
-    parser.add_argument("--layers", metavar="L", help="every:N, upper:N, or indices like 0,6,12")
-    parser.add_argument("--chunk-size", type=whole(), metavar="C", help="tokens a chunk")
-    parser.add_argument("--eta", type=float, metavar="E", help="size of a write, η")
+    parser.add_argument("--layers", metavar="LAYERS", help="every:N, upper:N, or indices like 0,6,12")
+    parser.add_argument("--chunk-size", type=whole(), metavar="N", help="tokens per chunk")
+    parser.add_argument("--eta", type=float, metavar="FLOAT", help="size of an update, η")
     parser.add_argument(
-        "--target", metavar="X", help="what the target is made from: embeddings or hidden_states"
+        "--target", metavar="SOURCE", help="source of the targets: embeddings or hidden_states"
     )
     parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="any setting, as kernel_size=3 or whitening.rank=256",
+        help="any setting, such as kernel_size=3 or whitening.rank=256",
     )
     parser.add_argument(
         "--calibrate",
         nargs="+",
         type=path,
-        metavar="F",
-        help="texts to measure on what the preset's extensions need (see --preset ridge)",
+        metavar="PATH",
+        help="texts or folders of .txt for calibration, if the preset needs it (as ridge does)",
     )
     parser.add_argument(
         "--calibrate-tokens",
         type=whole(1, MOST_TOKENS),
         metavar="N",
-        help="how much of them to read (default: 32768)",
+        help="tokens of them to read (default: 32768)",
     )
     parser.add_argument(
         "--adapter-only", action="store_true", help="write only the new tensors, to load onto the base"
     )
     parser.add_argument(
-        "--no-verify", action="store_true", help="skip the proof of identity, which loads the model twice"
+        "--no-verify", action="store_true", help="skip the comparison with the base, which loads both models"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
     add_push(parser)
@@ -70,8 +71,11 @@ def check(args: argparse.Namespace) -> None:
 
 
 def chosen_config(args: argparse.Namespace) -> InPlaceTTTConfig:
-    """Returns the preset with the given options. Raises InPlaceTTTError if one is invalid or contradicts
-    another."""
+    """Returns the preset with the given options.
+
+    Raises:
+        InPlaceTTTError: if an option is invalid or contradicts another.
+    """
     options = {
         "chunk_size": args.chunk_size,
         "eta": args.eta,
@@ -90,8 +94,10 @@ def chosen_config(args: argparse.Namespace) -> InPlaceTTTConfig:
 
 
 def open_choices(args: argparse.Namespace) -> dict[str, Any] | None:
-    """Returns what a choice of layers and η is held to, as arguments of `choose`; None if the preset or the
-    options have both."""
+    """Returns the fixed parts of a choice of layers and η, as arguments of `choose`.
+
+    Returns None if the preset or the options fix both.
+    """
     named = {text.partition("=")[0].strip() for text in args.set}
     config = chosen_config(args)
     is_given = {name: getattr(args, name) is not None or name in named for name in ("layers", "eta")}

@@ -1,4 +1,4 @@
-"""`inplace-ttt diagnose PATH --text F --out DIR`"""
+"""Arguments of `inplace-ttt diagnose PATH --text PATH --out DIR`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ EXAMPLES = """examples:
   inplace-ttt diagnose ./smollm2-ttt --text book.txt --out diagnosis
   inplace-ttt diagnose ./smollm2-ttt --text book.txt --out diagnosis --train ttt --learning-rate 1e-3
 
-exit code: 0 the report is written, whatever it says; 2 bad input"""
+exit code: 0 the report is written, whatever the findings; 2 bad input"""
 
 TOKENS = 2048
 
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--text",
         type=path,
         required=True,
-        metavar="F",
+        metavar="PATH",
         help="UTF-8 text, read as one document from its start",
     )
     parser.add_argument(
@@ -38,22 +38,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"tokens of the text to read (default: {TOKENS}, at least two chunks)",
     )
     parser.add_argument(
-        "--train", choices=("all", "ttt"), default="all", help="what counts as trained (default: all)"
+        "--train",
+        choices=("all", "ttt"),
+        default="all",
+        help="parameters that count as trained (default: all)",
     )
     parser.add_argument(
         "--learning-rate",
         type=number(most=1e3, above=0),
-        metavar="R",
-        help="for Adam's first step (default: 5e-6, the paper's)",
+        metavar="FLOAT",
+        help="of Adam's first step (default: 5e-6, the paper's)",
     )
     parser.add_argument(
-        "--base", type=path, metavar="B", help="where an adapter's base is, if not where it was"
+        "--base", type=path, metavar="PATH", help="present place of an adapter's base, if it was moved"
     )
     parser.add_argument(
         "--dtype",
         type=dtype,
         default="auto",
-        metavar="D",
+        metavar="DTYPE",
         help="float32, bfloat16, … (default: the checkpoint's)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace DIR if it exists")

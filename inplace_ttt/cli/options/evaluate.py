@@ -1,4 +1,4 @@
-"""`inplace-ttt evaluate PATH --text F…`"""
+"""Arguments of `inplace-ttt evaluate PATH --text PATH…`."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ EXAMPLES = """examples:
   inplace-ttt evaluate ./smollm2-ttt --text speeches/ --documents 24 --tokens 2048
   inplace-ttt evaluate runs/x/final --text a.txt b.txt --base ./smollm2 --window 256 --repeated-passage
   inplace-ttt evaluate runs/x/final --text books/ --contexts 1024,4096,8192 --out evaluation
-  inplace-ttt evaluate runs/x/final --text books/ --documents 8 --tokens 2048 --window 256 --facts 6 --distances 1024,16384
+  inplace-ttt evaluate runs/x/final --text books/ --documents 8 --tokens 2048 --window 256 \\
+    --facts 6 --distances 1024,16384
 
-on, off: the same weights with and without writes. mismatched: each document read with the state that another one wrote.
-document_gain = on - mismatched is what a document's own text did; generic_gain = mismatched - off is what any document's writes did.
+on, off: the same weights with and without writes.
+mismatched: each document read with the state that another document wrote.
+document_gain = on - mismatched: the effect of the document's own text.
+generic_gain = mismatched - off: the effect that any document's writes have.
 
-exit code: 0 done, whatever the numbers say; 2 bad input"""
+exit code: 0 done, whatever the numbers; 2 bad input"""
 
 DISTANCES = [1024, 4096]
 
 BLOCK = 512
-"""Tokens of the last block that growing contexts are read before."""
+"""Tokens of the last block, on which the loss is measured after growing contexts."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,35 +35,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=path,
         required=True,
         nargs="+",
-        metavar="F",
+        metavar="PATH",
         help="UTF-8 text files, or folders of .txt; one file is one document",
     )
     parser.add_argument(
         "--base",
         type=path,
-        metavar="B",
-        help="model to compare with: the untouched base, or one trained as long without TTT",
+        metavar="PATH",
+        help="model to compare with: the unchanged base, or one trained as long without TTT",
     )
     parser.add_argument(
         "--documents",
         type=whole(1),
         metavar="N",
-        help="read the first N that are long enough (default: all, which must be)",
+        help="read the first N that are long enough (default: all; each must be long enough)",
     )
     parser.add_argument(
         "--tokens",
         type=whole(1, MOST_TOKENS),
         metavar="N",
-        help="tokens to read of each (default: the model's context)",
+        help="tokens to read of each document (default: the model's context)",
     )
     parser.add_argument(
         "--window",
         type=whole(1),
-        metavar="W",
-        help="attend to the last W tokens and the sinks only (default: as the model does)",
+        metavar="N",
+        help="attend only to the last N tokens and the sinks (default: as the model does)",
     )
     parser.add_argument(
-        "--sinks", type=whole(0), metavar="S", help="first tokens that stay visible (default: 4)"
+        "--sinks", type=whole(0), metavar="N", help="first tokens that stay visible (default: 4)"
     )
     parser.add_argument(
         "--skip",
@@ -69,19 +72,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="first tokens that do not count (default: a chunk, or the window if longer)",
     )
     parser.add_argument(
-        "--repeated-passage", action="store_true", help="also the probe: a passage repeated beyond the window"
+        "--repeated-passage",
+        action="store_true",
+        help="also measure the loss of a passage repeated beyond the window",
     )
     parser.add_argument(
         "--passage",
         type=numbers,
-        metavar="L,G",
-        help="its length and the gap between the copies (default: 512,1024)",
+        metavar="LENGTH,GAP",
+        help="its length and the gap between its copies, in tokens (default: 512,1024)",
     )
     parser.add_argument(
         "--contexts",
         type=numbers,
         metavar="N,…",
-        help="also the loss on a fixed last block after so many tokens of context",
+        help="also measure the loss on a fixed last block after so many tokens of context",
     )
     parser.add_argument(
         "--block", type=whole(1, MOST_TOKENS), metavar="N", help="tokens of that block (default: 512)"
@@ -90,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--facts",
         type=whole(1, MOST_RECORDS),
         metavar="N",
-        help="also the questions: N records of invented facts told in each document, and asked for later "
+        help="also ask questions: each document gets N records of invented facts and is asked for them later "
         "(try 6)",
     )
     parser.add_argument(
@@ -100,16 +105,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens between facts and questions (default: 1024,4096)",
     )
     parser.add_argument(
-        "--batch-size", type=whole(1), default=4, metavar="N", help="documents at once (default: 4)"
+        "--batch-size", type=whole(1), default=4, metavar="N", help="documents per batch (default: 4)"
     )
     parser.add_argument(
-        "--seed", type=seed(), metavar="N", help="of the passages' places and of the facts (default: 0)"
+        "--seed", type=seed(), metavar="N", help="seed of the passages' places and of the facts (default: 0)"
     )
     parser.add_argument(
         "--cache",
         type=path,
         metavar="DIR",
-        help="keep what was read without writes here, and do not read it again for the next model",
+        help="folder for losses without writes, which the next model of the same base reuses",
     )
     parser.add_argument(
         "--out", type=path, metavar="DIR", help="new folder for evaluation.json and the plots"
@@ -120,7 +125,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         type=dtype,
         default="auto",
-        metavar="D",
+        metavar="DTYPE",
         help="float32, bfloat16, … (default: the checkpoint's)",
     )
     parser.set_defaults(check=check)

@@ -1,4 +1,4 @@
-"""`inplace-ttt export PATH OUT --format F`"""
+"""Arguments of `inplace-ttt export PATH OUT --format FORMAT`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ EXAMPLES = """examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "path", type=path, metavar="PATH", help="converted checkpoint, or adapter folder, of PEFT too"
+        "path", type=path, metavar="PATH", help="converted checkpoint or adapter folder (also PEFT's)"
     )
     parser.add_argument("out", type=path, metavar="OUT", help="folder to write")
     parser.add_argument(
-        "--format", required=True, choices=("official", "adapter", "full"), help="form to write"
+        "--format", required=True, choices=("official", "adapter", "full"), help="format to write"
     )
     parser.add_argument(
-        "--base", type=path, metavar="B", help="where an adapter's base is, if not where it was"
+        "--base", type=path, metavar="PATH", help="present place of an adapter's base, if it was moved"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
     add_push(parser)

@@ -1,4 +1,4 @@
-"""`inplace-ttt generate PATH --prompt-file F`"""
+"""Arguments of `inplace-ttt generate PATH --prompt-file PATH`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from ..arguments import MOST_TOKENS, dtype, number, path, refuse_without_effect,
 EXAMPLES = """examples:
   inplace-ttt generate ./smollm2-ttt --prompt-file book.txt --max-new-tokens 100
   inplace-ttt generate ./smollm2-ttt --prompt-file book.txt --max-new-tokens 0 --save-state book.state
-  inplace-ttt generate ./smollm2-gradient --prompt-file notes.txt --readings 4 --max-new-tokens 0 --save-state notes.state
-  echo "What happened to the whale?" | inplace-ttt generate ./smollm2-ttt --prompt-file - --load-state book.state"""
+  inplace-ttt generate ./smollm2-gradient --prompt-file notes.txt --readings 4 \\
+    --max-new-tokens 0 --save-state notes.state
+  echo "What happened to the whale?" | \\
+    inplace-ttt generate ./smollm2-ttt --prompt-file - --load-state book.state"""
 
 MOST_READINGS = 1000
 
@@ -19,52 +21,56 @@ MOST_READINGS = 1000
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", type=path, metavar="PATH", help="converted checkpoint or adapter folder")
     parser.add_argument(
-        "--prompt-file", type=path, required=True, metavar="F", help="UTF-8 text to read; - is standard input"
+        "--prompt-file",
+        type=path,
+        required=True,
+        metavar="PATH",
+        help="UTF-8 text to read; - is standard input",
     )
     parser.add_argument(
         "--max-new-tokens",
         type=whole(0, MOST_TOKENS),
         default=64,
         metavar="N",
-        help="tokens to write (default: 64; 0 only reads)",
+        help="tokens to generate (default: 64; 0 only reads)",
     )
     parser.add_argument(
         "--temperature",
         type=number(1e-4, 1e4, or_zero=True),
         default=0.0,
-        metavar="T",
-        help="0, the default, takes the likeliest token",
+        metavar="FLOAT",
+        help="0, the default, always takes the most likely token",
     )
     parser.add_argument(
-        "--seed", type=seed(), metavar="S", help="seed for a temperature above 0 (default: 0)"
+        "--seed", type=seed(), metavar="N", help="seed for a temperature above 0 (default: 0)"
     )
     parser.add_argument(
         "--ttt",
         choices=("on", "off"),
         default="on",
-        help="off: the same weights, nothing written (default: on)",
+        help="off: the same weights without writes (default: on)",
     )
-    parser.add_argument("--load-state", type=path, metavar="F", help="go on from a saved session")
-    parser.add_argument("--save-state", type=path, metavar="F", help="save the session at the end")
+    parser.add_argument("--load-state", type=path, metavar="PATH", help="continue a saved session")
+    parser.add_argument("--save-state", type=path, metavar="PATH", help="save the session at the end")
     parser.add_argument(
-        "--fast-weights-only", action="store_true", help="save no KV cache: keep only what was written"
+        "--fast-weights-only", action="store_true", help="save the fast weights without the KV cache"
     )
     parser.add_argument(
         "--readings",
         type=whole(1, MOST_READINGS),
         default=1,
         metavar="N",
-        help="read the text N times, each time with an empty KV cache (default: 1); with the gradient "
-        "preset it remembers more",
+        help="read the text N times, each time with an empty KV cache (default: 1); improves recall with "
+        "the gradient preset",
     )
     parser.add_argument(
-        "--base", type=path, metavar="B", help="where an adapter's base is, if not where it was"
+        "--base", type=path, metavar="PATH", help="present place of an adapter's base, if it was moved"
     )
     parser.add_argument(
         "--dtype",
         type=dtype,
         default="auto",
-        metavar="D",
+        metavar="DTYPE",
         help="float32, bfloat16, … (default: the checkpoint's)",
     )
     parser.set_defaults(check=check)
@@ -76,14 +82,14 @@ def check(args: argparse.Namespace) -> None:
         raise InPlaceTTTError("--temperature has no effect with --max-new-tokens 0; leave it out.")
     if args.max_new_tokens == 0 and not args.save_state:
         raise InPlaceTTTError(
-            "--max-new-tokens 0 only reads, which is lost without --save-state; add --save-state F."
+            "--max-new-tokens 0 only reads, which is lost without --save-state; add --save-state PATH."
         )
     if args.readings > 1 and (args.ttt == "off" or args.load_state):
         raise InPlaceTTTError(
-            "--readings reads a text into new fast weights, and goes with neither --ttt off nor "
+            "--readings reads a text into new fast weights, so that it works with neither --ttt off nor "
             "--load-state; drop one."
         )
     if args.ttt == "off" and (args.save_state or args.load_state):
         raise InPlaceTTTError(
-            "--ttt off writes no state, so that --save-state and --load-state mean nothing; drop one."
+            "--ttt off writes no state, so that --save-state and --load-state have no effect; drop one."
         )

@@ -1,4 +1,4 @@
-"""`inplace-ttt import-official PATH OUT`"""
+"""Arguments of `inplace-ttt import-official PATH OUT`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ EXAMPLES = """example:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "path", type=path, metavar="PATH", help="checkpoint of the public code of In-Place TTT or TTT-NTP"
+        "path",
+        type=path,
+        metavar="PATH",
+        help="checkpoint of the reference code of In-Place TTT, or of TTT-NTP",
     )
     parser.add_argument("out", type=path, metavar="OUT", help="folder to write")
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")

@@ -1,4 +1,4 @@
-"""`inplace-ttt info PATH`"""
+"""Arguments of `inplace-ttt info PATH`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ EXAMPLES = """examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "path", type=path, metavar="PATH", help="converted checkpoint, or adapter folder, of PEFT too"
+        "path", type=path, metavar="PATH", help="converted checkpoint or adapter folder (also PEFT's)"
     )
     parser.add_argument(
-        "--base", type=path, metavar="B", help="where an adapter's base is, if not where it was"
+        "--base", type=path, metavar="PATH", help="present place of an adapter's base, if it was moved"
     )

@@ -1,4 +1,4 @@
-"""`inplace-ttt plan RECIPE`"""
+"""Arguments of `inplace-ttt plan RECIPE`."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="replace a setting, as section.key=value",
+        help="replace a setting: section.key=value",
     )
     parser.add_argument(
         "--device-memory",
         type=_bytes,
         metavar="SIZE",
-        help="device memory, such as 80GB; says whether the run fits",
+        help="device memory, such as 80GB; warns if the run does not fit",
     )
 
 

@@ -1,4 +1,4 @@
-"""`inplace-ttt ruler PATH --lengths 4096,8192`"""
+"""Arguments of `inplace-ttt ruler PATH --lengths 4096,8192`."""
 
 from __future__ import annotations
 
@@ -8,26 +8,27 @@ from ..arguments import path
 from . import long_context
 
 EXAMPLES = """examples:
-  inplace-ttt ruler ./smollm2-ttt --lengths 4096,8192 --haystack book.txt --samples 50 --batch-size 4 --out ruler
+  inplace-ttt ruler ./smollm2-ttt --lengths 4096,8192 --haystack book.txt --samples 50 \\
+    --batch-size 4 --out ruler
   inplace-ttt ruler ./smollm2-ttt --lengths 4096 --tasks niah_single_1,vt,fwe --base ./smollm2-135m
   inplace-ttt ruler ./smollm2-ttt --lengths 4096 --haystack book.txt --write-samples samples"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    tasks = "RULER's names (default: all, qa_1 and qa_2 where --qa gives their files)"
+    tasks = "RULER's names (default: all; qa_1 and qa_2 if --qa gives their files)"
     long_context.add_samples(parser, tasks, "the benchmark's own: 500")
     parser.add_argument(
         "--haystack",
         type=path,
-        metavar="F",
-        help="UTF-8 text to hide needles in; RULER has Paul Graham's essays",
+        metavar="PATH",
+        help="UTF-8 text to hide needles in; RULER uses Paul Graham's essays",
     )
     parser.add_argument(
         "--qa",
         nargs="+",
         type=path,
         default=[],
-        metavar="F",
+        metavar="PATH",
         help="questions of qa_1, then of qa_2 (see docs/evaluate.md)",
     )
     long_context.add_run(parser)

@@ -1,4 +1,4 @@
-"""Sentences of a long text to scatter facts among."""
+"""Sentences of a long text, among which facts are scattered."""
 
 from __future__ import annotations
 
@@ -15,16 +15,23 @@ from .world import PEOPLE, ROOMS, THINGS
 _SENTENCE = re.compile(r"""(?<=[.!?]) |(?<=[.!?]["'”’)]) """)
 _NAMES = {name.lower() for name in (*PEOPLE, *ROOMS, *THINGS)}
 _LONGEST = 200
-"""Words of a sentence. A longer one is a table or a text without full stops, and would keep facts
-together."""
+"""Largest number of words of a sentence.
+
+A longer one is a table or a text without full stops, and would keep facts together.
+"""
 
 
 class Filler:
-    """The sentences of UTF-8 text files, read as one text: those of up to 200 words that name one of the
-    world's words at the most.
+    """Sentences of UTF-8 text files, read as one text.
 
-    One with two of its people, rooms and things might answer a question. Raises InPlaceTTTError where nothing
-    is left.
+    Only sentences of up to 200 words with at most one name of the world are kept. A sentence with two of its
+    people, rooms and things might answer a question.
+
+    Args:
+        paths: files or folders.
+
+    Raises:
+        InPlaceTTTError: if no sentence is left.
     """
 
     def __init__(self, paths: Sequence[str]) -> None:
@@ -39,6 +46,7 @@ class Filler:
 
     @cached_property
     def digest(self) -> str:
+        """SHA-256 of the sentences."""
         return hashlib.sha256("\n".join(self.sentences).encode()).hexdigest()
 
     @cached_property
@@ -46,8 +54,10 @@ class Filler:
         return [sentence.count(" ") + 1 for sentence in self.sentences]
 
     def sentences_from(self, start: float, words: int) -> list[str]:
-        """So many words from `start` (0 to 1) on, which begin again where the text ends; the last sentence
-        may be cut off."""
+        """Returns sentences of `words` words in total, from the fraction `start` (0 to 1) of the text on.
+
+        At its end the text begins again. The last sentence may be cut off.
+        """
         taken: list[str] = []
         for place in count(int(start * len(self.sentences))):
             if words <= 0:

@@ -1,5 +1,7 @@
-"""Stories with a question, as bAbI's first five tasks have them: facts in order, and the one word that
-answers by what they tell."""
+"""Stories with a question, as in bAbI's first five tasks.
+
+A story is a list of facts in order; one word that follows from them answers the question.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,20 @@ _OF_A_GIFT = (
     ("Who did {0} give the {1} to?", 2),
     ("Who received the {1}?", 2),
 )
-"""What may be asked of (giver, thing, receiver), and which of them is the answer."""
+"""Questions about (giver, thing, receiver), with the index of the answer."""
 
 
 @dataclass(frozen=True)
 class Story:
-    """options: the words of the answer's kind that the facts tell and the question does not; the answer among
-    them."""
+    """A story with a question.
+
+    Attributes:
+        facts: the sentences, in order.
+        question: the question.
+        answer: the answer, one word.
+        options: words of the answer's kind that occur in the facts but not in the question; the answer is
+            one.
+    """
 
     facts: tuple[str, ...]
     question: str
@@ -37,19 +46,24 @@ class Story:
 
 @dataclass(frozen=True)
 class Kind:
-    """One of bAbI's tasks. hint: what a reader must know of it; facts: of a story; example: of a solved
-    example."""
+    """One of bAbI's tasks.
+
+    Attributes:
+        hint: explanation for the reader.
+        facts: number of facts of a story.
+        example: number of facts of a solved example.
+        make: makes the facts and all questions with their answers.
+    """
 
     hint: str
     facts: int
     example: int
-    tell: Callable[[Random, int], tuple[Sequence[str], _Asked]]
+    make: Callable[[Random, int], tuple[Sequence[str], _Asked]]
 
     def story(self, random: Random, facts: int) -> Story:
-        """A story of so many facts, and of what can be asked of it one question that has a single answer
-        among two or more options."""
+        """Returns a story of so many facts, with a question that has two or more options."""
         while True:
-            told, asked = self.tell(random, facts)
+            told, asked = self.make(random, facts)
             known = set(_words(" ".join(told)))
             stories = [
                 Story(tuple(told), question, answer, _options(known, question, answer))
@@ -70,16 +84,16 @@ def _options(told: set[str], question: str, answer: str) -> tuple[str, ...]:
 
 def _where_is_somebody(random: Random, facts: int) -> tuple[Sequence[str], _Asked]:
     world = live(random, ["move"], facts)
-    return world.told, [(f"Where is {person}?", room) for person, room in world.places.items()]
+    return world.sentences, [(f"Where is {person}?", room) for person, room in world.places.items()]
 
 
 def _where_is_a_thing(random: Random, facts: int) -> tuple[Sequence[str], _Asked]:
     world = live(random, ["move", "take", "drop"], facts)
-    return world.told, [(f"Where is the {thing}?", trail[-1]) for thing, trail in world.trails.items()]
+    return world.sentences, [(f"Where is the {thing}?", trail[-1]) for thing, trail in world.trails.items()]
 
 
 def _where_was_a_thing(random: Random, facts: int) -> tuple[Sequence[str], _Asked]:
-    """Before a room that it came to once."""
+    """Makes questions about the room before a room that the thing entered exactly once."""
     world = live(random, ["move", "take", "drop"], facts)
     asked = [
         (f"Where was the {thing} before the {room}?", before)
@@ -87,12 +101,14 @@ def _where_was_a_thing(random: Random, facts: int) -> tuple[Sequence[str], _Aske
         for before, room in pairwise(trail)
         if trail.count(room) == 1
     ]
-    return world.told, asked
+    return world.sentences, asked
 
 
 def _what_lies_where(random: Random, facts: int) -> tuple[Sequence[str], _Asked]:
-    """Rooms on different sides of one in the middle, which each question names: so no answer hangs on what
-    lies beyond a room."""
+    """Makes rooms on different sides of a middle room, which each question names.
+
+    No answer therefore depends on a room beyond another one.
+    """
     middle, *around = random.sample(ROOMS, facts + 1)
     told: list[str] = []
     asked: _Asked = []
@@ -107,13 +123,15 @@ def _what_lies_where(random: Random, facts: int) -> tuple[Sequence[str], _Asked]
 
 
 def _who_gave_what(random: Random, facts: int) -> tuple[Sequence[str], _Asked]:
-    """What has one answer, whichever of the gifts is meant."""
+    """Makes questions with one answer, whichever of the gifts is meant."""
     world = live(random, ["move", "take", "drop", "give"], facts)
     answers: dict[str, set[str]] = {}
     for gift in world.gifts:
         for question, place in _OF_A_GIFT:
             answers.setdefault(question.format(*gift), set()).add(gift[place])
-    return world.told, [(question, right.pop()) for question, right in answers.items() if len(right) == 1]
+    return world.sentences, [
+        (question, right.pop()) for question, right in answers.items() if len(right) == 1
+    ]
 
 
 _CARRIED = (

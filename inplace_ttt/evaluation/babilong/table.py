@@ -1,5 +1,7 @@
-"""BABILong's table: the share of right answers with its Wilson interval, by task and length, beside what a
-guess would give."""
+"""BABILong's table: the share of right answers with its Wilson interval, by task and length.
+
+Beside it are the shares that guesses would reach.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,14 @@ from ..long_context.answers import Settings
 
 
 def table(settings: Settings, names: Sequence[str], results: Results) -> dict[str, Any]:
-    """{rows: task by task, averages: length by length, of all tasks' samples alike}.
+    """Returns {rows, averages}: by task, and by length over the samples of all tasks.
 
-    A variant's column is {share, low, high, n}; `chance`: of drawing the answer from the words that could be
-    it; `shallow`: what always saying the one told first, or last, or most often would give, whichever is
-    best; `difference`: on - off, paired by sample, {mean, stderr, n}.
+    The columns are:
+
+    - a variant's name: {share, low, high, n}.
+    - `chance`: expected share of a random choice among the options.
+    - `shallow`: share of the best of three rules: always the option stated first, last, or most often.
+    - `difference`: on - off, paired by sample, {mean, stderr, n}.
     """
     rows: list[dict[str, Any]] = []
     pools: dict[int, list[dict[str, dict[str, Any]]]] = {length: [] for length in settings.lengths}
@@ -32,7 +37,7 @@ def table(settings: Settings, names: Sequence[str], results: Results) -> dict[st
 
 
 def _columns(cells: Sequence[dict[str, dict[str, Any]]], names: Sequence[str]) -> dict[str, Any]:
-    """Of all the samples of some cells."""
+    """Returns the columns over all samples of some cells."""
     columns: dict[str, Any] = {
         "chance": mean(1 / len(options) for kept in cells for options in kept["on"]["options"])
     }
@@ -52,16 +57,15 @@ def _columns(cells: Sequence[dict[str, dict[str, Any]]], names: Sequence[str]) -
 
 
 def _by_rule(answers: Sequence[tuple[str, Sequence[str]]]) -> list[list[tuple[str, str]]]:
-    """Rule by rule, what it says of each sample and what is right."""
+    """Returns, rule by rule, the guess and the right answer of each sample."""
     return [[(guesses[rule], answer) for answer, guesses in answers] for rule in range(len(answers[0][1]))]
 
 
 def render(result: dict[str, Any]) -> str:
-    """The table in plain text, in per cent."""
+    """Returns the table in plain text, in percent."""
     legend = (
-        f"right answers in %, with Wilson's 95 % intervals, of {result['samples']} samples a task, seed "
-        f"{result['seed']}; "
-        "on - off with its standard error"
+        f"right answers in %, with Wilson's 95 % intervals, of {result['samples']} samples per task, seed "
+        f"{result['seed']}; on - off with its standard error"
     )
     return tables.render(result, _cell, ("chance", "shallow"), legend)
 

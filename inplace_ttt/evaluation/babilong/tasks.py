@@ -1,5 +1,7 @@
-"""BABILong's tasks qa1 to qa5: the facts of a story scattered in order among the sentences of a text, then
-the question."""
+"""BABILong's tasks qa1 to qa5.
+
+The facts of a story are scattered in order among the sentences of a text, and the question follows.
+"""
 
 from __future__ import annotations
 
@@ -28,20 +30,22 @@ _SENTENCE_END = re.compile(r"[.!?\n]")
 
 @dataclass(frozen=True)
 class BabiTask(Task):
-    """Right is an answer whose first sentence has the answer's word and none of the other options'."""
+    """A task whose score is 100 if the answer's first sentence has the right option and no other."""
 
     def score(self, prediction: str, answers: Sequence[str], options: Sequence[str]) -> float:
         first = _SENTENCE_END.split(prediction.strip().lower(), maxsplit=1)[0]
-        said = {option for option in options if option.lower() in re.findall(r"\w+", first)}
-        return 100.0 * (said == {*answers})
+        named = {option for option in options if option.lower() in re.findall(r"\w+", first)}
+        return 100.0 * (named == {*answers})
 
     def made_of(self, material: Filler) -> dict[str, str]:
         return {"text": material.digest}
 
 
 def puzzle(kind: Kind, random: Random, material: Filler, length: int, index: int, count: Count) -> Puzzle:
-    """A story after two solved ones without other text. Sizes: words of the text, from a place of its own
-    on."""
+    """Makes a puzzle of a story, after two solved stories without other text.
+
+    The size is in words of the text, which begins at a random place.
+    """
     solved = [kind.story(random, kind.example) for _ in range(_EXAMPLES)]
     story = kind.story(random, kind.facts)
     shown = [
@@ -61,14 +65,16 @@ def puzzle(kind: Kind, random: Random, material: Filler, length: int, index: int
 
 
 def _guesses(story: Story) -> tuple[str, ...]:
-    """Of the words that could be the answer, the one that the story tells first, last, and most often."""
+    """Returns the option that the story states first, last, and most often."""
     told = [word for fact in story.facts for word in re.findall(r"\w+", fact) if word in story.options]
     return told[0], told[-1], Counter(told).most_common(1)[0][0]
 
 
 def _scattered(facts: Sequence[str], depths: Sequence[float], sentences: Sequence[str]) -> list[str]:
-    """Each fact before the sentence at its depth (0 to 1, in order), so that none follows the last one, which
-    may be cut off."""
+    """Returns the sentences with each fact before the sentence at its depth (0 to 1).
+
+    No fact follows the last sentence, which may be cut off.
+    """
     pieces, last = [], 0
     for fact, depth in zip(facts, depths, strict=True):
         place = int(depth * len(sentences))

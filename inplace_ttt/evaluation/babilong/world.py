@@ -1,8 +1,8 @@
-"""A world of people who walk between rooms, take things, put them down and hand them over; each event is told
-in one sentence.
+"""A world of people who walk between rooms and take, put down and hand over things.
 
-Where somebody is known only once it was told. A thing that is first taken lay in the room of whoever takes
-it; from then on it is where its holder is, or where it was put down.
+One sentence states each event. A person's room is unknown until an event states it. A thing that is taken for
+the first time was in the room of the person who takes it. From then on it is with its holder, or where it was
+put down.
 """
 
 from __future__ import annotations
@@ -24,23 +24,28 @@ GIVE = ("{} gave the {} to {}.", "{} handed the {} to {}.")
 
 @dataclass
 class World:
-    """What holds after the events so far.
+    """State of the world after the events so far.
 
-    places: who is in which room; holders: which thing is held by whom; trails: the rooms a thing was in since
-        it was first taken, the
-    last one being where it is; gifts: (giver, thing, receiver); told: the sentences.
+    Attributes:
+        places: room of each person.
+        holders: person who holds each thing.
+        trails: rooms a thing was in since it was first taken; the last is where it is.
+        gifts: (giver, thing, receiver) of each gift.
+        sentences: one sentence per event.
     """
 
     places: dict[str, str] = field(default_factory=dict)
     holders: dict[str, str] = field(default_factory=dict)
     trails: dict[str, list[str]] = field(default_factory=dict)
     gifts: list[tuple[str, str, str]] = field(default_factory=list)
-    told: list[str] = field(default_factory=list)
+    sentences: list[str] = field(default_factory=list)
 
     def moves(self) -> Iterator[tuple[str, ...]]:
+        """Yields the possible moves: (person, room)."""
         yield from ((person, room) for person in PEOPLE for room in ROOMS if self.places.get(person) != room)
 
     def takes(self) -> Iterator[tuple[str, ...]]:
+        """Yields the things that can be taken: (person, thing)."""
         free = [thing for thing in THINGS if thing not in self.holders]
         for person, room in self.places.items():
             yield from (
@@ -50,9 +55,11 @@ class World:
             )
 
     def drops(self) -> Iterator[tuple[str, ...]]:
+        """Yields the things that can be put down: (person, thing)."""
         yield from ((person, thing) for thing, person in self.holders.items())
 
     def gives(self) -> Iterator[tuple[str, ...]]:
+        """Yields the possible gifts: (giver, thing, receiver)."""
         for thing, giver in self.holders.items():
             beside = [
                 person
@@ -89,14 +96,21 @@ _KINDS: Mapping[str, tuple[_Acts, Callable[..., None], tuple[str, ...]]] = {
 
 
 def live(random: Random, kinds: Sequence[str], events: int) -> World:
-    """A world in which so many events of these kinds ("move" among them) have happened, each kind as likely
-    as any that can happen."""
+    """Returns a world after a number of random events.
+
+    Each possible kind of event is equally likely.
+
+    Args:
+        random: source of random numbers.
+        kinds: kinds of events, "move" among them.
+        events: number of events.
+    """
     world = World()
-    while len(world.told) < events:
+    while len(world.sentences) < events:
         possible = {kind: acts for kind in kinds if (acts := list(_KINDS[kind][0](world)))}
         kind = random.choice(list(possible))
         act = random.choice(possible[kind])
         _, do, sentences = _KINDS[kind]
         do(world, *act)
-        world.told.append(random.choice(sentences).format(*act))
+        world.sentences.append(random.choice(sentences).format(*act))
     return world

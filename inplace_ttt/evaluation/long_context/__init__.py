@@ -1,2 +1,4 @@
-"""What long-context benchmarks share: prompts of an exact length in the model's own tokens, answers in
-batches, one table of variants."""
+"""Shared parts of long-context benchmarks.
+
+They are prompts of an exact length in the model's own tokens, batched answers, and one table of variants.
+"""

@@ -1,6 +1,6 @@
-"""Answers of a model to the tasks, batched; each result is kept as it comes.
+"""Answers the tasks in batches, and keeps each result as soon as it is complete.
 
-One is {asked, scores, tokens, answers, options, guesses, predictions}.
+A result is {asked, scores, tokens, answers, options, guesses, predictions}.
 """
 
 from __future__ import annotations
@@ -16,17 +16,25 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from ...families import CACHE
 from ...files.results import Results
-from ...session.session import write_prompt
+from ...session.prompt import write_prompt
 from ...surgery import config_of, is_converted
 from .prompt import Prompter, Sample, Task, check, samples
 
 _PREFILL = 1024
-"""Tokens read at once, so that a long prompt fits on the device."""
+"""Largest number of prompt tokens per forward pass, so that a long prompt fits on the device."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What samples are made from and how they are put to a model."""
+    """Settings of a benchmark run.
+
+    Attributes:
+        tasks: the tasks.
+        lengths: lengths of prompt and answer, in tokens.
+        count: samples per task and length.
+        seed: seed of the samples.
+        batch_size: prompts per batch.
+    """
 
     tasks: tuple[Task, ...]
     lengths: tuple[int, ...]
@@ -35,25 +43,34 @@ class Settings:
     batch_size: int
 
     def cells(self) -> Iterator[tuple[Task, int]]:
+        """Yields every task at every length."""
         for length, task in itertools.product(self.lengths, self.tasks):
             yield task, length
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One column of the table: a model, and what switches it to this variant."""
+    """One column of the table.
+
+    Attributes:
+        name: "on", "off" or "base".
+        model: the model.
+        fingerprint: fingerprint of its weights.
+        config: the config of its writes, or None.
+        switch: returns a context in which the model is this variant.
+    """
 
     name: str
     model: PreTrainedModel
     fingerprint: str
-    config: dict[str, Any] | None  # of the writes, where there are any
+    config: dict[str, Any] | None
     switch: Callable[[], AbstractContextManager[Any]]
 
 
 def asked(
     task: Task, length: int, settings: Settings, variant: Variant, material: Any, prompter: Prompter
 ) -> dict[str, Any]:
-    """What a result depends on, up to rounding."""
+    """Returns everything that a result depends on, apart from rounding."""
     return {
         "task": task.name,
         "length": length,
@@ -78,11 +95,19 @@ def run_cells(
     progress: Callable[[str, int], None] = lambda what, samples: None,
     ready: Callable[[], None] = lambda: None,
 ) -> None:
-    """Fill in the results that are missing, cell by cell, one batch of samples in memory at a time.
+    """Computes the missing results, cell by cell, with one batch of samples in memory at a time.
 
-    progress: is told of samples as they are answered, or found. ready: is called once every task is known to
-        be possible. Raises
-    InPlaceTTTError before that for a task that is not.
+    Args:
+        settings: settings of the run.
+        variants: columns of the table.
+        material: texts that samples are made of.
+        prompter: turns drafts into token ids.
+        results: receives the results.
+        progress: called with a result's name and the number of samples answered, or found.
+        ready: called once every task is known to be possible.
+
+    Raises:
+        InPlaceTTTError: before `ready` is called, if a task is impossible.
     """
     questions = [
         (
@@ -128,8 +153,16 @@ def run_cells(
 
 @torch.no_grad()
 def answer(model: PreTrainedModel, tokenizer: Any, batch: Sequence[Sample], budget: int) -> list[str]:
-    """Greedy answers of up to `budget` tokens to prompts of about one length, padded at the left, read in
-    pieces."""
+    """Generates greedy answers to prompts of similar length.
+
+    Prompts are padded on the left, and read in pieces.
+
+    Args:
+        model: a converted model or its base.
+        tokenizer: the model's tokenizer.
+        batch: the samples.
+        budget: largest number of tokens of an answer.
+    """
     width = max(len(sample.ids) for sample in batch)
     pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
     ids = torch.tensor(
@@ -139,7 +172,7 @@ def answer(model: PreTrainedModel, tokenizer: Any, batch: Sequence[Sample], budg
         [[0] * (width - len(sample.ids)) + [1] * len(sample.ids) for sample in batch], device=model.device
     )
     own = model.generation_config
-    # then one token is left for generate, and no pieces
+    # with `prompt_write`, generate reads one token, which needs no pieces
     writes = is_converted(model) and config_of(model).prompt_write is not None
     config = GenerationConfig(
         max_new_tokens=budget,
@@ -150,9 +183,11 @@ def answer(model: PreTrainedModel, tokenizer: Any, batch: Sequence[Sample], budg
         pad_token_id=pad,
         prefill_chunk_size=None
         if writes
-        else -(-width // -(-width // _PREFILL)),  # even: a last piece of one token would count as generated
+        else -(
+            -width // -(-width // _PREFILL)
+        ),  # equal pieces: a last piece of one token would count as generated
     )
-    # what a checkpoint sets for chatting (penalties, temperatures) is no part of a benchmark
+    # a benchmark leaves out a checkpoint's settings for chatting (penalties, temperatures)
     kept, model.generation_config = own, config
     try:
         cache = {CACHE: _written(model, ids, mask)} if writes else {}
@@ -163,14 +198,16 @@ def answer(model: PreTrainedModel, tokenizer: Any, batch: Sequence[Sample], budg
 
 
 def _ends(model: PreTrainedModel, tokenizer: Any) -> int | list[int] | None:
-    """Token ids that end an answer."""
+    """Returns the token ids that end an answer."""
     own = model.generation_config
     return tokenizer.eos_token_id if own is None or own.eos_token_id is None else own.eos_token_id
 
 
 def _written(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor) -> DynamicCache:
-    """A cache that has read prompts but for their last token, and holds what was written of them; with TTT
-    off, nothing."""
+    """Returns a cache that has read the prompts up to their last token, with the prompts written.
+
+    With TTT off, nothing is written.
+    """
     cache = DynamicCache(config=model.config.get_text_config())
     cache.activate_past_recording()
     model.generate(ids, attention_mask=mask, **{CACHE: cache}, max_new_tokens=1)

@@ -1,4 +1,4 @@
-"""From a puzzle to a prompt of a wanted length, in the model's own tokens."""
+"""Turns a puzzle into a prompt of a given length, in the model's own tokens."""
 
 from __future__ import annotations
 
@@ -15,22 +15,26 @@ from ...errors import InPlaceTTTError
 from ...files.text import begins_of, ids_within, refuse_beyond, with_one_beginning
 
 SHORTFALL = 0.02
-"""How far a prompt and its answer may stay below the wanted length; they never exceed it."""
+"""Largest fraction by which prompt and answer may stay below the length; they never exceed it."""
 
 _CLOSE = 0.005
 _TRIES = 40
 
 
 Count = Callable[[str], int]
-"""Tokens of a text."""
+"""Returns the number of tokens of a text."""
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A prompt, the beginning of the answer that the model is given, and what it is to go on with.
+    """A prompt with its answer.
 
-    options: where the answer is one of a few words, these words. guesses: what rules say that follow no
-        sense, rule by rule.
+    Attributes:
+        prompt: text of the prompt.
+        answer_prefix: beginning of the answer, which the model is given.
+        answers: right continuations.
+        options: all possible answers, if the answer is one of a few words.
+        guesses: answers of simple rules that ignore the meaning, one per rule.
     """
 
     prompt: str
@@ -42,8 +46,14 @@ class Draft:
 
 @dataclass(frozen=True)
 class Puzzle:
-    """One question in a text of any size: `draft(size)` for least <= size <= most, longer with the size;
-    short: why not more."""
+    """One question in a text of variable size.
+
+    Attributes:
+        least: smallest size.
+        most: largest size.
+        draft: returns the draft of a size; larger sizes give longer prompts.
+        short: reason why the size is limited.
+    """
 
     least: int
     most: int
@@ -53,26 +63,39 @@ class Puzzle:
 
 @dataclass(frozen=True)
 class Task(ABC):
-    """One task of a benchmark. budget: tokens of an answer; material: the texts that the benchmark is made
-    of."""
+    """One task of a benchmark.
+
+    Attributes:
+        name: name of the task.
+        budget: largest number of tokens of an answer.
+        puzzle: makes a puzzle from random numbers, material, length in tokens, number of the sample, and
+            `Count`.
+    """
 
     name: str
     budget: int
-    # random numbers, material, length in tokens, number of the sample
     puzzle: Callable[[Random, Any, int, int, Count], Puzzle]
 
     @abstractmethod
     def score(self, prediction: str, answers: Sequence[str], options: Sequence[str]) -> float:
-        """0 to 100, of an answer to a draft with these `answers` and `options`."""
+        """Returns the score of a prediction, 0 to 100, for a draft with these answers and options."""
 
     @abstractmethod
     def made_of(self, material: Any) -> dict[str, str]:
-        """Digests of the texts that its samples are made of, by what they are called in a result."""
+        """Returns digests of the texts that samples are made of, by the names used in a result."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One prompt: `ids` are its tokens with the answer's prefix; ids and answer fill `length` tokens."""
+    """One prompt.
+
+    Attributes:
+        task: name of the task.
+        length: length of prompt and answer in tokens, at most.
+        index: number of the sample.
+        draft: prompt and answer.
+        ids: token ids of the prompt, with the answer's prefix.
+    """
 
     task: str
     length: int
@@ -82,7 +105,15 @@ class Sample:
 
 
 class Prompter:
-    """Tokens of a draft: as plain text, or as a user's turn in the tokenizer's chat template."""
+    """Turns drafts into token ids: as plain text, or as a user's turn in the chat template.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        chat: use the chat template.
+
+    Raises:
+        InPlaceTTTError: if the chat template is missing, or the tokenizer cannot write the answers.
+    """
 
     def __init__(self, tokenizer: Any, chat: bool = False) -> None:
         self.tokenizer, self.chat, self._begins = tokenizer, chat, begins_of(tokenizer)
@@ -98,24 +129,26 @@ class Prompter:
 
     @cached_property
     def digest(self) -> str:
-        """Of what makes text into tokens, and of the chat template."""
+        """SHA-256 of the tokenizer and, if used, of the chat template."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         how = self.tokenizer.get_vocab() if backend is None else json.loads(backend.to_str())
-        # as the last call left them
+        # settings that the last call left behind
         how = {key: value for key, value in how.items() if key not in ("padding", "truncation")}
         parts = [how, self._begins, self.tokenizer.chat_template if self.chat else None]
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
     def count(self, text: str) -> int:
+        """Returns the number of tokens of a text, without special tokens."""
         return len(ids_within(self.tokenizer, text))
 
     def ids(self, draft: Draft) -> list[int]:
+        """Returns the token ids of a draft: its prompt with the answer's prefix."""
         text = draft.prompt + draft.answer_prefix
         if self.chat:
             turn = [{"role": "user", "content": draft.prompt}]
             opened = self.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
             text = opened + draft.answer_prefix.lstrip()
-        begins = [] if self.chat else self._begins  # and no token that ends a text: the answer is its next
+        begins = [] if self.chat else self._begins  # no end-of-text token, because the answer follows
         ids = with_one_beginning([*begins, *ids_within(self.tokenizer, text)], self._begins)
         return refuse_beyond(ids, self.tokenizer, "the text of a task")
 
@@ -123,11 +156,20 @@ class Prompter:
 def samples(
     task: Task, length: int, count: int, seed: int, material: Any, prompter: Prompter
 ) -> Iterator[Sample]:
-    """The first `count` samples of a task: the same for the same seed, texts and tokenizer, and the first of
-    any larger count.
+    """Yields the first `count` samples of a task.
 
-    Raises InPlaceTTTError when no prompt of the task ends within 2 % below `length` tokens, the answer's
-    budget included.
+    They depend only on seed, texts and tokenizer. A larger count yields the same first samples.
+
+    Args:
+        task: the task.
+        length: length of prompt and answer, in tokens.
+        count: number of samples.
+        seed: seed of the samples.
+        material: texts that samples are made of.
+        prompter: turns drafts into token ids.
+
+    Raises:
+        InPlaceTTTError: if no prompt with its answer's budget fills between 98 and 100 % of `length` tokens.
     """
     guess = None
     for index in range(count):
@@ -140,7 +182,7 @@ def samples(
 
 
 def check(task: Task, length: int, count: int, seed: int, material: Any, prompter: Prompter) -> None:
-    """Raises InPlaceTTTError when the first sample cannot be made, or there are no `count` of them."""
+    """Raises InPlaceTTTError if the first sample cannot be made, or there are fewer than `count`."""
     next(samples(task, length, 1, seed, material, prompter))
     task.puzzle(Random(0), material, length, count - 1, prompter.count)
 
@@ -148,8 +190,10 @@ def check(task: Task, length: int, count: int, seed: int, material: Any, prompte
 def _fit(
     puzzle: Puzzle, prompter: Prompter, room: int, task: Task, length: int, guess: int | None
 ) -> tuple[int, Draft, list[int]]:
-    """The size whose prompt fills `room` tokens best without exceeding it: secants inside a shrinking
-    bracket."""
+    """Returns the size whose prompt fills `room` tokens best without exceeding it.
+
+    It takes secant steps inside a shrinking bracket.
+    """
     first = puzzle.draft(puzzle.least)
     best = puzzle.least, first, prompter.ids(first)
     tokens = least_tokens = len(best[2])
@@ -157,7 +201,7 @@ def _fit(
         raise InPlaceTTTError(
             f"{task.name} takes at least {tokens + task.budget} tokens with this tokenizer, {task.budget} "
             "of them for the answer, "
-            f"and is asked to fit {length}; raise --lengths or leave it out of --tasks."
+            f"and must fit {length}; raise --lengths or leave it out of --tasks."
         )
     low, high = puzzle.least, puzzle.most + 1
     size = min(2 * puzzle.least + 50, puzzle.most) if guess is None else guess
@@ -181,7 +225,6 @@ def _fit(
             )
         raise InPlaceTTTError(
             f"{task.name} comes no closer to {length} tokens than {filled} with this tokenizer, since one "
-            "piece of its text is longer "
-            "than 2 % of them; raise --lengths or leave it out of --tasks."
+            "piece of its text is longer than 2 % of them; raise --lengths or leave it out of --tasks."
         )
     return best

@@ -1,4 +1,4 @@
-"""The results as one table: TTT on, off and the base, by task and length."""
+"""Prints the results as one table: TTT on, off and the base, by task and length."""
 
 from __future__ import annotations
 
@@ -15,21 +15,27 @@ VARIANTS = ("on", "off", "base")
 def cells(
     settings: Settings, names: Sequence[str], results: Results
 ) -> Iterator[tuple[Task, int, dict[str, dict[str, Any]]]]:
-    """Each task at each length, with what was kept of each variant in `names`."""
+    """Yields each task at each length, with the kept result of each variant in `names`."""
     for task, length in settings.cells():
         yield task, length, {name: results.known[f"{name}-{task.name}-{length}"] for name in names}
 
 
 def differences(kept: dict[str, dict[str, Any]]) -> list[float]:
-    """Scores with TTT on less those with TTT off, sample by sample."""
+    """Returns scores with TTT on minus scores with TTT off, sample by sample."""
     return [on - off for on, off in zip(kept["on"]["scores"], kept["off"]["scores"], strict=True)]
 
 
 def render(
     result: dict[str, Any], cell: Callable[[Any, str], str], beside: Sequence[str], legend: str
 ) -> str:
-    """The table in plain text. result: rows and averages by column; beside: columns before the variants;
-    cell: writes a value."""
+    """Returns the table in plain text.
+
+    Args:
+        result: rows and averages, with a value per column.
+        cell: formats a value of a column.
+        beside: names of columns to the left of the variants.
+        legend: text below the table.
+    """
 
     def line(name: str, values: dict[str, Any]) -> str:
         return name.ljust(20) + "".join(cell(values[column], column).rjust(16) for column in columns)

@@ -1,2 +1,4 @@
-"""RULER (Hsieh et al. 2024, arXiv 2404.06654): its thirteen tasks, made offline, at any length, in the
-model's own tokens."""
+"""RULER (Hsieh et al. 2024, arXiv 2404.06654): its thirteen tasks, made offline.
+
+Prompts have any length, in the model's own tokens.
+"""

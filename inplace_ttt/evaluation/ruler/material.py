@@ -1,4 +1,4 @@
-"""What the tasks are made of: noise, words, a text to hide needles in, questions with their documents."""
+"""Texts that the tasks are made of: noise, words, a haystack, and questions with their documents."""
 
 from __future__ import annotations
 
@@ -25,8 +25,14 @@ NOISE = (
 
 @dataclass(frozen=True)
 class Question:
-    """answers: each of them right alone; documents: the texts that hold the answer; related: the others of
-    their article."""
+    """A question with its documents.
+
+    Attributes:
+        question: text of the question.
+        answers: right answers; each suffices alone.
+        documents: texts that hold the answer.
+        related: other texts of the same article.
+    """
 
     question: str
     answers: tuple[str, ...]
@@ -36,7 +42,14 @@ class Question:
 
 @dataclass(frozen=True)
 class QuestionBook:
-    """The questions of one file, and every document in it, once."""
+    """The questions of one file.
+
+    Attributes:
+        name: path of the file.
+        digest: SHA-256 of the file.
+        questions: the questions.
+        documents: every document of the file, without duplicates.
+    """
 
     name: str
     digest: str
@@ -45,7 +58,12 @@ class QuestionBook:
 
 
 class Material:
-    """The texts of a run. haystack: a UTF-8 text file; questions: JSON files, see `read_questions`."""
+    """Texts of a run.
+
+    Args:
+        haystack: path of a UTF-8 text file, or None.
+        questions: paths of JSON files, as in `read_questions`.
+    """
 
     def __init__(self, haystack: str | None = None, questions: Sequence[str] = ()) -> None:
         self.haystack_name = haystack
@@ -56,6 +74,7 @@ class Material:
 
     @cached_property
     def digest(self) -> str:
+        """SHA-256 of the haystack."""
         return hashlib.sha256(self._haystack.encode()).hexdigest()
 
     @cached_property
@@ -63,10 +82,11 @@ class Material:
         return self._haystack.split(" ")
 
     def essay(self, words: int) -> str:
-        """The first words of the haystack, which begins again where it ends."""
+        """Returns the first words of the haystack, which is repeated if it is too short."""
         return " ".join(islice(cycle(self._essay), words))
 
     def mentions(self, text: str) -> bool:
+        """Returns True if the haystack contains the text."""
         return text in self._haystack
 
     @cached_property
@@ -79,12 +99,12 @@ class Material:
 
     @cached_property
     def words(self) -> list[str]:
-        """Nouns, adjectives and verbs, each word once."""
+        """Nouns, adjectives and verbs, without duplicates."""
         return sorted({*self.nouns, *self.adjectives, *_listed("verb")})
 
     @cached_property
     def further_words(self) -> list[str]:
-        """The haystack's words that are not among `words`."""
+        """Words of the haystack that are not in `words`."""
         return sorted({*re.findall(r"\b[a-z]{3,}\b", self._haystack)}.difference(self.words))
 
 
@@ -99,8 +119,14 @@ def _listed(category: str) -> list[str]:
 
 
 def read_questions(path: str) -> QuestionBook:
-    """Questions from SQuAD's or HotpotQA's own JSON file, or from {"question", "answers", "documents"} as
-    JSON or JSON lines."""
+    """Reads questions from a JSON file.
+
+    Three formats are accepted: that of SQuAD, that of HotpotQA, and {"question", "answers", "documents"} as
+    JSON or JSON lines.
+
+    Raises:
+        InPlaceTTTError: if the file cannot be read, or a question lacks answers or documents.
+    """
     text = read_text(path)
     try:
         values = (
@@ -116,7 +142,7 @@ def read_questions(path: str) -> QuestionBook:
         questions, documents = _squad(values) if isinstance(values, dict) else _listed_questions(values)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise InPlaceTTTError(
-            f"{path} does not hold questions as docs/evaluate.md says: {type(error).__name__} at "
+            f"{path} does not hold questions in a format of docs/evaluate.md: {type(error).__name__} at "
             f"{one_line(error)!r}."
         ) from None
     for question in questions:
@@ -126,7 +152,7 @@ def read_questions(path: str) -> QuestionBook:
             or not question.documents
         ):
             raise InPlaceTTTError(
-                f"{path} has no answer or no document to the question {question.question!r}; give both or "
+                f"{path} has no answer or no document for the question {question.question!r}; give both or "
                 "leave it out."
             )
     if not questions:
@@ -137,7 +163,7 @@ def read_questions(path: str) -> QuestionBook:
 
 
 def _squad(values: dict[str, Any]) -> tuple[list[Question], list[str]]:
-    """Every answerable question with its paragraph and the others of its article."""
+    """Returns every answerable question with its paragraph and the others of its article."""
     questions: list[Question] = []
     documents: list[str] = []
     for article in values["data"]:
@@ -159,7 +185,7 @@ def _squad(values: dict[str, Any]) -> tuple[list[Question], list[str]]:
 
 
 def _listed_questions(values: Sequence[dict[str, Any]]) -> tuple[list[Question], list[str]]:
-    """HotpotQA's, with all ten paragraphs of a question, as RULER has them; or our own."""
+    """Returns HotpotQA's questions with all ten paragraphs, as in RULER, or questions of our format."""
     questions = []
     for value in values:
         if "context" in value:

@@ -1,5 +1,7 @@
-"""Needles in a haystack: sentences with a magic value each, in noise, in a text, or among other such
-sentences."""
+"""Needles in a haystack: sentences with a magic value each.
+
+They are hidden in noise, in a text, or among other such sentences.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,21 @@ _ONE = (
 _PREFIX = " The special magic {kind} for {query} mentioned in the provided text {be}"
 _SENTENCE = re.compile(r"(?<=[.!?]) ")
 _DEPTHS = tuple(round(100 * i / 39) for i in range(40))
-"""Where needles may stand in a text, in per cent of its sentences."""
+"""Positions of needles in a text, in percent of its sentences."""
 
 
 @dataclass(frozen=True)
 class Needles:
-    """A kind of needle task. keys: needles' keys, `values` of each; `queries` of the keys are asked for, all
-    their values wanted."""
+    """A kind of needle task.
+
+    Attributes:
+        haystack: the text around the needles.
+        key: kind of the keys.
+        value: kind of the values.
+        keys: number of keys.
+        values: number of values per key.
+        queries: number of keys that are asked for, with all their values.
+    """
 
     haystack: Literal["noise", "essay", "needles"]
     key: Literal["words", "uuids"] = "words"
@@ -43,7 +53,7 @@ class Needles:
     queries: int = 1
 
     def puzzle(self, random: Random, material: Material, length: int, index: int, count: Count) -> Puzzle:
-        """Sizes: sentences of noise, words of the text, or needles that nobody asks for."""
+        """Makes a puzzle whose size is in sentences of noise, words of text, or other needles."""
         draw = _Draw(random, material, avoid_text=self.haystack == "essay")
         told = {
             draw.new(self.key): [draw.new(self.value) for _ in range(self.values)] for _ in range(self.keys)
@@ -84,7 +94,7 @@ class Needles:
 
 
 class _Draw:
-    """Keys and values, none twice and none in the text around them."""
+    """Draws keys and values without duplicates, and none that occurs in the text around them."""
 
     def __init__(self, random: Random, material: Material, avoid_text: bool) -> None:
         self.random, self.material, self.avoid_text, self.drawn = random, material, avoid_text, set[str]()
@@ -104,14 +114,14 @@ class _Draw:
 
 
 def noise(sentences: int) -> list[str]:
-    """Lines of RULER's noise; the last one may have some of its sentences only."""
+    """Returns lines of RULER's noise; the last line may be incomplete."""
     lines = [" ".join(NOISE)] * (sentences // len(NOISE))
     rest = sentences % len(NOISE)
     return [*lines, " ".join(NOISE[:rest])] if rest else lines
 
 
 def _among(lines: list[str], needles: list[str], places: list[float]) -> list[str]:
-    """The lines with each needle at its place, from 0 (before all of them) to 1."""
+    """Returns the lines with each needle at its place, from 0 (before all lines) to 1."""
     lines = list(lines)
     for place, needle in sorted(zip(places, needles, strict=True), reverse=True):
         lines.insert(int(place * (len(lines) + 1)), needle)
@@ -119,7 +129,7 @@ def _among(lines: list[str], needles: list[str], places: list[float]) -> list[st
 
 
 def _in_text(text: str, needles: list[str], depths: list[int]) -> str:
-    """The text with each needle after the sentence at its depth."""
+    """Returns the text with each needle after the sentence at its depth."""
     sentences = _SENTENCE.split(text)
     pieces, last = [], 0
     for depth, needle in zip(depths, needles, strict=True):

@@ -1,4 +1,4 @@
-"""Questions among documents: the ones that hold the answer, and others to hide them."""
+"""Questions among documents: those that hold the answer, and others that hide them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _PREFIX = " Answer:"
 
 
 def puzzle(number: int, random: Random, material: Material, length: int, index: int, count: Count) -> Puzzle:
-    """Question `index` of a file, its documents whole; then the rest of their article, then others, again and
-    again where they end.
+    """Makes a puzzle of question `index` of a file.
 
-    Sizes: words of other documents; the last of these may be cut off.
+    Its own documents are complete. They are followed by the rest of their article and then by others, which
+    are repeated if needed. The size is in words of other documents, of which the last may be cut off.
     """
     book = material.questions[number]
     if index >= len(book.questions):
@@ -34,8 +34,8 @@ def puzzle(number: int, random: Random, material: Material, length: int, index: 
     question = book.questions[index]
     own, related = set(question.documents), set(question.related)
     beside = [text for text in question.related if text not in own]
-    foreign = [text for text in book.documents if text not in own | related]
-    others = random.sample(beside, len(beside)) + random.sample(foreign, len(foreign))
+    unrelated = [text for text in book.documents if text not in own | related]
+    others = random.sample(beside, len(beside)) + random.sample(unrelated, len(unrelated))
     if not others:
         raise InPlaceTTTError(
             f"{book.name} has no document but those of question {index + 1} to hide them among; give more "

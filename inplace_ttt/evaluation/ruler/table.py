@@ -1,4 +1,4 @@
-"""RULER's table: mean scores with their standard errors, by task and length, with paired differences."""
+"""RULER's table: mean scores with standard errors, by task and length, with paired differences."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .scoring import average, mean_of
 
 
 def table(settings: Settings, names: Sequence[str], results: Results) -> dict[str, Any]:
-    """{rows: task by task, averages: length by length}; `difference` is on - off, paired by sample."""
+    """Returns {rows, averages}: by task, and by length; `difference` is on - off, paired by sample."""
     rows = []
     for task, length, kept in tables.cells(settings, names, results):
         row: dict[str, Any] = {"task": task.name, "length": length, "tokens": kept["on"]["tokens"]}
@@ -28,8 +28,10 @@ def table(settings: Settings, names: Sequence[str], results: Results) -> dict[st
 
 
 def render(result: dict[str, Any]) -> str:
-    """The table in plain text."""
-    legend = f"scores of 100, ± standard error over {result['samples']} samples a task, seed {result['seed']}"
+    """Returns the table in plain text."""
+    legend = (
+        f"scores of 100, ± standard error over {result['samples']} samples per task, seed {result['seed']}"
+    )
     return tables.render(result, _cell, (), legend)
 
 

@@ -15,8 +15,13 @@ from .scoring import score
 
 @dataclass(frozen=True)
 class RulerTask(Task):
-    """any_answer: one of the answers is enough (QA); haystack: needs the haystack file; questions: which file
-    of questions it needs."""
+    """A task of RULER.
+
+    Attributes:
+        any_answer: one of the answers suffices (QA).
+        haystack: the task needs the haystack file.
+        questions: index of the question file that the task needs, or None.
+    """
 
     any_answer: bool = False
     haystack: bool = False
@@ -27,7 +32,7 @@ class RulerTask(Task):
 
     def made_of(self, material: Material) -> dict[str, str]:
         digests = {}
-        if self.haystack or self.name == "cwe":  # whose words may come from it
+        if self.haystack or self.name == "cwe":  # cwe may take words from it
             digests["haystack"] = material.digest
         if self.questions is not None:
             digests["questions"] = material.questions[self.questions].digest
@@ -59,4 +64,4 @@ TASKS = {
         RulerTask("qa_2", 32, partial(qa.puzzle, 1), any_answer=True, questions=1),
     )
 }
-"""RULER's tasks by name, in its order: output budgets and parameters as in its synthetic.yaml."""
+"""RULER's tasks by name, in its order, with budgets and parameters of its synthetic.yaml."""

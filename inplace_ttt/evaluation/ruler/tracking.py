@@ -1,4 +1,4 @@
-"""Variable tracking: a chain of assignments in noise; which variables have the value?"""
+"""Variable tracking: a chain of assignments in noise. The question asks for all variables of a value."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ _LEAST = 5 * (_HOPS + 1)
 
 
 def puzzle(random: Random, material: Material, length: int, index: int, count: Count) -> Puzzle:
-    """One chain of 4 hops; a solved example with shorter names, of 500 tokens, comes before it. Sizes:
-    sentences of noise."""
+    """Makes a puzzle with one chain of 4 hops, after a solved example of 500 tokens with shorter names.
+
+    The size is in sentences of noise.
+    """
     taken: set[str] = set()
     shown, names = _names(random, 3, taken), _names(random, 5, taken)
     shown_value, value = random.sample(range(10000, 100000), 2)
@@ -44,7 +46,7 @@ def puzzle(random: Random, material: Material, length: int, index: int, count: C
 
 
 def _example(names: tuple[str, ...], value: int, places: Random, count: Count) -> Draft:
-    """The longest question of whole lines in `_EXAMPLE_TOKENS`."""
+    """Returns the longest question of complete lines within `_EXAMPLE_TOKENS`."""
     state, example = places.getstate(), None
     for size in range(_LEAST, 10 * _EXAMPLE_TOKENS, 5):
         places.setstate(state)
@@ -57,7 +59,7 @@ def _example(names: tuple[str, ...], value: int, places: Random, count: Count) -
 
 
 def _names(random: Random, letters: int, taken: set[str]) -> tuple[str, ...]:
-    """As many variables as a chain has, none of them taken."""
+    """Returns the variables of a chain, none of which is in `taken`."""
     names: list[str] = []
     while len(names) <= _HOPS:
         name = "".join(random.choices(string.ascii_uppercase, k=letters))

@@ -1,4 +1,4 @@
-"""Counting words: the ten common ones of a numbered list, the three frequent ones of a coded text."""
+"""Counting words: ten common words of a numbered list, three frequent words of a coded text."""
 
 from __future__ import annotations
 
@@ -25,18 +25,20 @@ _FREQUENT = (
 _FREQUENT_PREFIX = " Answer: According to the coded text above, the three most frequently appeared words are:"
 _COMMON_WORDS = 10
 _LONG = 4096
-"""From this length on, RULER repeats the words of the list more often."""
+"""Length in tokens from which on RULER repeats the words of the list more often."""
 
 _ZETA_2 = math.pi**2 / 6
 
 
 def common(random: Random, material: Material, length: int, index: int, count: Count) -> Puzzle:
-    """Ten words stand 30 times in the list, the others 3 times (6 and 1 below 4096 tokens). Sizes: words in
-    the list."""
+    """Makes a puzzle with ten words that occur 30 times in the list, and others that occur 3 times.
+
+    Below 4,096 tokens they occur 6 times and once. The size is in different words of the list.
+    """
     often, seldom = (30, 3) if length >= _LONG else (6, 1)
     example_words, example_often, example_seldom = (40, 10, 3) if length >= _LONG else (20, 3, 1)
     vocabulary = random.sample(material.words, len(material.words))
-    # at 256k tokens the first ones run out
+    # at 256k tokens the words of the first source run out
     vocabulary += random.sample(material.further_words, len(material.further_words))
     example, vocabulary = vocabulary[:example_words], vocabulary[example_words:]
     solved = (
@@ -58,8 +60,10 @@ def common(random: Random, material: Material, length: int, index: int, count: C
 
 
 def frequent(random: Random, material: Material, length: int, index: int, count: Count) -> Puzzle:
-    """Random words of six letters, the k-th of them n / (ζ(2) k²) times, dots in the place of the first.
-    Sizes: n."""
+    """Makes a puzzle with random words of six letters, the k-th of which occurs n / (ζ(2) k²) times.
+
+    Dots take the place of the first word. The size is n.
+    """
     wanted = max(length // 50, 5)
     vocabulary: dict[str, None] = {"...": None}
     while len(vocabulary) < wanted:
@@ -72,13 +76,15 @@ def frequent(random: Random, material: Material, length: int, index: int, count:
         Random(order).shuffle(text)
         return Draft(_FREQUENT.format(context=" ".join(text)), _FREQUENT_PREFIX, tuple(words[1:4]))
 
-    # from here on the third word stands more often than the fourth, whatever the rounding
+    # from this size on the third word occurs more often than the fourth, whatever the rounding
     return Puzzle(74, 10 * length, draft)
 
 
 def _numbered(words: list[str], often: int, seldom: int, random: Random) -> str:
-    """The first ten words `often` times, the others `seldom` times, in random order, as "1. word 2. word
-    …"."""
+    """Returns the list as "1. word 2. word …", in random order.
+
+    The first ten words occur `often` times, the others `seldom` times.
+    """
     listed = words[:_COMMON_WORDS] * often + words[_COMMON_WORDS:] * seldom
     random.shuffle(listed)
     return " ".join(f"{i}. {word}" for i, word in enumerate(listed, 1))

@@ -17,8 +17,9 @@ from transformers import TrainerCallback
 
 from ...diagnostics.diagnosis import diagnose
 from ...diagnostics.gradients import Rates
+from ...diagnostics.observing import observed, watched
 from ...diagnostics.report import write_report
-from ...diagnostics.writes import WriteHealth, labelled, longest_document, observed, watched
+from ...diagnostics.writes import WriteHealth, labelled, longest_document
 from ...errors import InPlaceTTTError
 from ...evaluation.comparison import compare
 from ...evaluation.protocol import Protocol

@@ -11,7 +11,7 @@ from torch import Tensor
 from inplace_ttt import KeyWhitening
 from inplace_ttt.layer.fast_linear import FastWeight
 from inplace_ttt.layer.whitened_keys import WhitenedKeys
-from inplace_ttt.ops.least_squares import _Walk
+from inplace_ttt.ops.least_squares_walk import Walk
 
 from . import conditions as only
 from .conditions import When
@@ -28,13 +28,13 @@ RIDGE = {
 
 
 def writing(
-    change: Callable[[_Walk, int, Any, Tensor, Tensor, float], Tensor],
+    change: Callable[[Walk, int, Any, Tensor, Tensor, float], Tensor],
 ) -> Callable[[float, When], Plant]:
     """change: the walk, a row, chunks, the sums before and after them, a size -> those after them."""
 
     def of(size: float, when: When) -> Plant:
         def plant(patch: Patch) -> None:
-            def with_writes(self: _Walk, row: int, group: Any, state: Tensor) -> tuple[Tensor, Tensor]:
+            def with_writes(self: Walk, row: int, group: Any, state: Tensor) -> tuple[Tensor, Tensor]:
                 before, after = real(self, row, group, state)
                 return (
                     (before, change(self, row, group, state, after, size))
@@ -42,8 +42,8 @@ def writing(
                     else (before, after)
                 )
 
-            real = _Walk.with_writes
-            patch.setattr(_Walk, "with_writes", with_writes)
+            real = Walk.with_writes
+            patch.setattr(Walk, "with_writes", with_writes)
             hand_in_states(patch, when)
 
         return plant
@@ -51,7 +51,7 @@ def writing(
     return of
 
 
-def _place(walk: _Walk, row: int, group: Any) -> Place:
+def _place(walk: Walk, row: int, group: Any) -> Place:
     call = now()
     if call is None:
         return Place(None)
@@ -64,11 +64,11 @@ def _place(walk: _Walk, row: int, group: Any) -> Place:
     )
 
 
-def fading_gram(walk: _Walk, row: int, group: Any, before: Tensor, after: Tensor, size: float) -> Tensor:
+def fading_gram(walk: Walk, row: int, group: Any, before: Tensor, after: Tensor, size: float) -> Tensor:
     return torch.cat([after[: walk.d], after[walk.d :] - size * before[walk.d :]])
 
 
-def coarse_gram(walk: _Walk, row: int, group: Any, before: Tensor, after: Tensor, bits: float) -> Tensor:
+def coarse_gram(walk: Walk, row: int, group: Any, before: Tensor, after: Tensor, bits: float) -> Tensor:
     """On the diagonal, so that it stays a Gram matrix."""
     diagonal = after[walk.d :].diagonal()
     return torch.cat(
@@ -76,7 +76,7 @@ def coarse_gram(walk: _Walk, row: int, group: Any, before: Tensor, after: Tensor
     )
 
 
-def gram_of_all_rows(walk: _Walk, row: int, group: Any, before: Tensor, after: Tensor, size: float) -> Tensor:
+def gram_of_all_rows(walk: Walk, row: int, group: Any, before: Tensor, after: Tensor, size: float) -> Tensor:
     """Other rows' keys at the same place of their rows count too."""
     others = [walk.of(walk.k[other], group)[0] for other in range(len(walk.k)) if other != row]
     keys = torch.cat(others or [walk.k.new_zeros(0, walk.r)]).to(walk.dtype)

@@ -1,0 +1,333 @@
+"""The walk over chunks for ridge regression: running sums, solves and their gradients (see `least_squares`).
+
+Shapes:
+
+    k           [B, T, r]        keys
+    v           [B, T, d]        targets
+    sums        [d + r, r]       B above G; [n, d + r, r] for the n chunks of a group
+    Y, X        [T, r]           per row: solved keys, and the gradient of the keys from reads
+    d_sums      [d + r, r]       gradient of the sums, passed from later chunks to earlier ones
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..layout import ChunkLayout, Span
+from ..rules import RidgeRule
+from .normal_equations import Factor, factor
+from .precision import state_dtype
+from .products import Operand, product
+from .reference import clip_factor
+
+_SUMS_BYTES = 1 << 29
+"""Bytes of a GPU's memory for the sums of the chunks of one batch. Their gradients, factors and parts take
+four times as much in addition."""
+
+
+def chunks_together(device: torch.device, state_bytes: int) -> int:
+    """Returns the number of chunks whose products and factorizations are computed in one batch.
+
+    One on a CPU, which a single chunk keeps busy. On a GPU as many states of `state_bytes` bytes as fit into
+    the memory limit.
+    """
+    return 1 if device.type == "cpu" else max(_SUMS_BYTES // state_bytes, 1)
+
+
+_Step = tuple[Tensor | Operand, Tensor | Operand, float]
+"""Two matrices [n, ·, ·] and the number that multiplies their product."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Consecutive chunks of a document: complete ones, or the incomplete last chunk alone."""
+
+    start: int
+    stop: int
+    chunks: int
+    is_complete: bool
+
+    @property
+    def here(self) -> slice:
+        return slice(self.start, self.stop)
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Gradients of keys (in the sums' precision), targets and, if present, the gate; zero at the start."""
+
+    k: Tensor
+    v: Tensor
+    gate: Tensor | None
+
+    @classmethod
+    def of(cls, k: Tensor, v: Tensor, gate: Tensor | None) -> Gradients:
+        return cls(
+            torch.zeros_like(k, dtype=state_dtype(k.dtype)),
+            torch.zeros_like(v),
+            None if gate is None else torch.zeros_like(gate),
+        )
+
+
+@dataclass(eq=False)
+class Walk:
+    """The walk over every row and document of a layout, with the running sums [d + r, r] of the writes."""
+
+    k: Tensor
+    v: Tensor
+    gate: Tensor | None
+    initial_state: Tensor | None
+    eta: float
+    clip: float | Tensor | None
+    rule: RidgeRule
+    layout: ChunkLayout
+    keeps_state: bool
+
+    def __post_init__(self) -> None:
+        self.d, self.r, self.dtype = self.v.shape[-1], self.k.shape[-1], state_dtype(self.k.dtype)
+        self.together = chunks_together(self.k.device, (self.d + self.r) * self.r * self.dtype.itemsize)
+
+    def forward(self) -> tuple[Tensor, Tensor | None]:
+        out, states = torch.zeros_like(self.v), []
+        for row, documents in enumerate(self.layout.documents):
+            state = self.start(row, 0)
+            for number, document in enumerate(documents):
+                state = self.start(row, number)
+                if not self.matters(row, number):
+                    continue
+                for group in self.groups(document):
+                    before, state = self.sums_around(row, number, group, state)
+                    if self.may_read(row, number, group):
+                        (solved,) = self.factor(before).solve(self.of(self.k[row], group))
+                        read = product(
+                            self.operand(solved), self.operand(before[:, : self.d]).mT, alpha=self.eta
+                        )
+                        out[row, group.here] = read.flatten(0, 1).to(out.dtype)
+            states.append(state)
+        return out, torch.stack(states) if self.keeps_state else None
+
+    def backward(
+        self, d_out: Tensor, d_state: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        into = Gradients.of(self.k, self.v, self.gate)
+        d_initial = None if self.initial_state is None else torch.zeros_like(self.initial_state)
+        for row, documents in enumerate(self.layout.documents):
+            if d_initial is not None and d_state is not None and not documents:
+                d_initial[row] = d_state[row]  # a row of padding returns its initial state
+            # In the sums' precision. After few writes most of a solved key is orthogonal to the keys written,
+            # and its rounding error would be most of dV.
+            solved = self.k.new_empty(self.k.shape[1:], dtype=self.dtype)
+            for number, document in enumerate(documents):
+                if not self.matters(row, number):
+                    continue
+                groups = list(self.groups(document))
+                self.through_reads(row, number, groups, d_out, solved, into.k[row])
+                handed_on = self.k.new_zeros(self.d + self.r, self.r, dtype=self.dtype)
+                if d_state is not None and number == len(documents) - 1:
+                    handed_on += d_state[row]
+                d_sums = self.through_sums(row, number, groups, d_out, solved, handed_on, into)
+                if d_initial is not None and number == 0:
+                    d_initial[row] = d_sums
+                    by_reads = d_sums[self.d :] - handed_on[self.d :]
+                    d_initial[row, self.d :] += (by_reads.mT - by_reads) / 2  # its symmetric part
+        return into.k.to(self.k.dtype), into.v, into.gate, d_initial
+
+    def through_reads(
+        self, row: int, number: int, groups: list[Group], d_out: Tensor, y: Tensor, x: Tensor
+    ) -> None:
+        """Fills in a row's Y and X, [T, r], rebuilding the sums in order.
+
+        X is the part of dK that comes from reads.
+        """
+        state = self.start(row, number)
+        for group in groups:
+            before, state = self.sums_around(row, number, group, state)
+            if self.may_read(row, number, group):
+                keys, grad = self.of(self.k[row], group), self.of(d_out[row], group)
+                wanted = product(grad, self.operand(before[:, : self.d]), alpha=self.eta)
+                of_keys, of_grads = self.factor(before).solve(keys, wanted)
+                y[group.here], x[group.here] = of_keys.flatten(0, 1), of_grads.flatten(0, 1)
+
+    def through_sums(
+        self,
+        row: int,
+        number: int,
+        groups: list[Group],
+        d_out: Tensor,
+        y: Tensor,
+        d_sums: Tensor,
+        into: Gradients,
+    ) -> Tensor:
+        """Walks from the last chunk to the first and collects each write's effect on later reads.
+
+        Returns the gradient [d + r, r] of the sums before the document's first chunk.
+        """
+        for group in reversed(groups):
+            # the gradients of the sums after each chunk of the group, the last one's first
+            after, before = d_sums[None], d_sums
+            if self.may_read(row, number, group):
+                of_keys, of_grads = (self.operand(self.turned(rows, group)) for rows in (y, into.k[row]))
+                grad = self.turned(d_out[row], group)
+                after, before = self.running(
+                    d_sums, (grad.mT, of_keys, self.eta), (of_keys.mT, of_grads, -1.0)
+                )
+            if self.is_written(row, number, group):
+                self.through_write(row, group, after, into)
+            else:
+                into.v[row, group.here] = 0
+            d_sums = before
+        return d_sums
+
+    def through_write(self, row: int, group: Group, d_after: Tensor, into: Gradients) -> None:
+        """Adds to dK, and sets dV and dβ, for chunks that were added to sums.
+
+        d_after: the gradients of those sums [n, d + r, r], the last chunk's first.
+        """
+        keys, values = (self.turned(x[row], group) for x in (self.k, self.v))
+        counts = None if self.gate is None else self.turned(self.gate[row], group)[..., None]
+        written = keys if counts is None else keys.to(self.dtype) * counts
+        if self.clip is None:
+            both = self.operand(d_after)
+            of_b, of_g = both.rows(None, self.d), both.rows(self.d, None)
+        else:
+            d_b, d_g = d_after.split([self.d, self.r], dim=1)
+            clipped = self.through_clip(d_b, d_g, product(values.mT, written), product(keys.mT, written))
+            of_b, of_g = (self.operand(x) for x in clipped)
+        into.v[row, group.here] = self.flat(product(self.operand(written), of_b.mT).to(into.v.dtype))
+        by_targets, by_keys = product(values, of_b), product(keys, of_g) + product(keys, of_g.mT)
+        d_keys = by_targets + by_keys
+        into.k[row, group.here] += self.flat(d_keys if counts is None else d_keys * counts)
+        if into.gate is not None:
+            into.gate[row, group.here] = self.flat(((by_targets + by_keys / 2) * keys).sum(-1)).to(
+                into.gate.dtype
+            )
+
+    def through_clip(self, d_b: Tensor, d_g: Tensor, delta: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns gradients of VᵀK and KᵀK, given those of c VᵀK and c KᵀK with c = min(1, τ/‖VᵀK‖)."""
+        c = clip_factor(delta, self.clip)
+        square = delta.square().sum((1, 2), keepdim=True)
+        inner = (delta * d_b).sum((1, 2), keepdim=True) + (gram * d_g).sum((1, 2), keepdim=True)
+        along = torch.where(c < 1, inner / torch.where(square > 0, square, 1.0), 0.0)
+        return c * (d_b - along * delta), c * d_g
+
+    def sums_around(self, row: int, number: int, group: Group, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the sums before each chunk of a group [n, d + r, r], and after all of them [d + r, r].
+
+        The group is added only if something reads it; otherwise both are the given state.
+        """
+        return (
+            self.with_writes(row, group, state)
+            if self.is_written(row, number, group)
+            else (state[None], state)
+        )
+
+    def with_writes(self, row: int, group: Group, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the same as `sums_around`, for complete chunks that are written."""
+        keys, values = self.of(self.k[row], group), self.of(self.v[row], group)
+        written = (
+            keys if self.gate is None else keys.to(self.dtype) * self.of(self.gate[row], group)[..., None]
+        )
+        # G in full precision, because it must stay positive definite
+        return self.running(
+            state, (values.mT, self.operand(written), 1.0), (keys.mT, written, 1.0), self.clip
+        )
+
+    def running(
+        self, first: Tensor, above: _Step, below: _Step, clip: float | Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the sums before each of n steps [n, d + r, r] and after all of them [d + r, r].
+
+        The sums start at `first`. A step is B above G. Each of them is a product of two matrices [n, ·, ·]
+        times a number. The clip depends on B.
+        """
+        n = len(above[0].parts[0] if isinstance(above[0], Operand) else above[0])
+        sums = first.new_empty(n + (n > 1), self.d + self.r, self.r)
+        steps = sums[-n:]
+        for (a, b, alpha), place in ((above, slice(None, self.d)), (below, slice(self.d, None))):
+            product(a, b, alpha=alpha, out=steps[:, place])
+        if clip is not None:
+            steps *= clip_factor(steps[:, : self.d], clip)
+        if n == 1:
+            return first[None], sums[0].add_(first)
+        sums[0] = first
+        sums.cumsum_(0)
+        return sums[:-1], sums[-1]
+
+    def sum_over(self, row: int, span: Span) -> Tensor:
+        state = self.k.new_zeros(self.d + self.r, self.r, dtype=self.dtype)
+        for group in self.groups(span):
+            if group.is_complete:
+                state = self.with_writes(row, group, state)[1]
+        return state
+
+    def groups(self, document: Span) -> Iterator[Group]:
+        """Yields a document's groups in order.
+
+        The first chunk is alone, because it may have nothing to read. The incomplete last chunk comes last,
+        alone.
+        """
+        start, stop = document
+        size = self.layout.chunk_size
+        together = 1
+        while stop - start >= size:
+            n = min(together, (stop - start) // size)
+            yield Group(start, start + n * size, n, True)
+            start, together = start + n * size, self.together
+        if start < stop:
+            yield Group(start, stop, 1, False)
+
+    def start(self, row: int, number: int) -> Tensor:
+        """Returns the sums at a document's first token."""
+        if number == 0 and self.initial_state is not None:
+            return self.initial_state[row]
+        return self.k.new_zeros(self.d + self.r, self.r, dtype=self.dtype)
+
+    def matters(self, row: int, number: int) -> bool:
+        """Returns True if something in the document reads a write, or if its final state is returned."""
+        start, stop = self.layout.documents[row][number]
+        return (
+            stop - start > self.layout.chunk_size or self.hands_on(row, number) or self.starts_written(number)
+        )
+
+    def hands_on(self, row: int, number: int) -> bool:
+        """Returns True if the document's final state is returned."""
+        return self.keeps_state and number == len(self.layout.documents[row]) - 1
+
+    def is_written(self, row: int, number: int, group: Group) -> bool:
+        """Returns True if something reads the group's writes.
+
+        The reader is another chunk of the group, a later group, or the caller who receives the state.
+        """
+        is_last = group.stop == self.layout.documents[row][number][1]
+        return group.is_complete and (group.chunks > 1 or not is_last or self.hands_on(row, number))
+
+    def starts_written(self, number: int) -> bool:
+        return number == 0 and self.initial_state is not None
+
+    def may_read(self, row: int, number: int, group: Group) -> bool:
+        """Returns True if something was written before a group."""
+        return group.start > self.layout.documents[row][number][0] or self.starts_written(number)
+
+    def factor(self, sums: Tensor) -> Factor:
+        return factor(sums[:, self.d :], self.rule.ridge, self.k.dtype)
+
+    def operand(self, x: Tensor) -> Operand:
+        """Returns x as an operand for products with keys and targets."""
+        return Operand.of(x, self.k.dtype)
+
+    def of(self, x: Tensor, group: Group) -> Tensor:
+        """Returns a group's part of a row [T, ·] as chunks [n, C, ·]."""
+        return x[group.here].unflatten(0, (group.chunks, -1))
+
+    def turned(self, x: Tensor, group: Group) -> Tensor:
+        """Returns the same as `of`, from the last chunk to the first."""
+        chunks = self.of(x, group)
+        return chunks.flip(0) if group.chunks > 1 else chunks
+
+    def flat(self, chunks: Tensor) -> Tensor:
+        """Returns the rows [n C, ·] of chunks [n, C, ·] that are ordered from the last to the first."""
+        return (chunks.flip(0) if len(chunks) > 1 else chunks).flatten(0, 1)

@@ -1,0 +1,72 @@
+"""Plain English, counted: patterns that need a second reading stay rare on each page and in each package."""
+
+from pathlib import Path
+
+import prose
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "inplace_ttt"
+GENERATED = {"audit-official-conversion.md"}
+TO_DO = {"method.md", "inplace_ttt", "layer", "serving", "training"}
+"""Pages and packages that have not been rewritten yet."""
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *(page for page in sorted((ROOT / "docs").rglob("*.md")) if page.name not in GENERATED | TO_DO),
+]
+PACKAGES = [
+    folder
+    for folder in (PACKAGE, *sorted(PACKAGE.iterdir()))
+    if folder.name not in TO_DO and any(folder.glob("*.py"))
+]
+PER_1000 = 0.5
+"""Occurrences of a pattern per 1,000 words; well-known libraries have 0 to 0.5."""
+LEAST = 2
+"""Occurrences that any page or package may have: in a quotation, a name, or the plain use of a word."""
+LONG = 25
+SHARE_OF_LONG = 0.2
+
+
+def sentences_of(place: Path) -> list[str]:
+    if place.suffix == ".md":
+        return prose.markdown(place)
+    files = place.glob("*.py") if place == PACKAGE else place.rglob("*.py")
+    return [sentence for file in sorted(files) for sentence in prose.python(file)]
+
+
+@pytest.mark.parametrize("place", [*PAGES, *PACKAGES], ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_sentences_are_plain(place: Path) -> None:
+    sentences = sentences_of(place)
+    allowed = max(LEAST, PER_1000 * prose.words(sentences) / 1000)
+    for pattern, found in prose.found(sentences).items():
+        assert len(found) <= allowed, f"{pattern}: {len(found)} of {allowed:.1f} allowed: {found[:5]}"
+    long = [sentence for sentence in sentences if len(sentence.split()) > LONG]
+    assert len(long) <= max(LEAST, SHARE_OF_LONG * len(sentences)), f"over {LONG} words: {long[:3]}"
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_docstrings_begin_with_a_subject_or_a_verb(package: Path) -> None:
+    files = sorted(package.glob("*.py") if package == PACKAGE else package.rglob("*.py"))
+    begun = [(file.name, text.split("\n")[0]) for file in files for text in prose.docstrings(file)]
+    found = [pair for pair in begun if pair[1].split(" ")[0] in prose.OPENINGS]
+    assert len(found) <= LEAST, found[:10]
+
+
+def test_the_patterns_are_found() -> None:
+    found = prose.found(
+        [
+            "What remembered was no sum.",
+            "Who wants more says so.",
+            "It costs 1.2 nats a token.",
+            "The optimiser knows it.",
+            "What does it do?",
+        ]
+    )
+    assert {name: len(hits) for name, hits in found.items()} == {
+        "headless clause": 2,
+        "program that says": 2,
+        "negative definition": 1,
+        "a for per": 1,
+        "British spelling": 1,
+    }
