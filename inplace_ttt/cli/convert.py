@@ -24,7 +24,7 @@ from ..errors import InPlaceTTTError, NotSoError
 from ..evaluation.gradient_choice import Tried, choose, table
 from ..files.folders import new_folder
 from ..files.manifest import CHECKPOINT, refuse_to_replace
-from ..files.text import files_in
+from ..texts.documents import Document, documents_in
 from . import Result
 from .hub import push, pushed, require_token
 from .loading import tokenizer_of
@@ -95,7 +95,7 @@ def _new_tensors(
     args: argparse.Namespace,
     checkpoint: Checkpoint,
     plan: ConversionPlan,
-    rows: list[tuple[Path, Tensor]] | None,
+    rows: list[tuple[Document, Tensor]] | None,
 ) -> tuple[ConversionPlan, LayerTensors, dict[str, Any] | None]:
     """Returns the plan, the new tensors, and the choice of layers and η if one was made, which the plan then
     has."""
@@ -109,7 +109,9 @@ def _new_tensors(
     return plan, base.new_tensors(plan.config, texts), choice
 
 
-def _rows_to_calibrate_on(args: argparse.Namespace, plan: ConversionPlan) -> list[tuple[Path, Tensor]] | None:
+def _rows_to_calibrate_on(
+    args: argparse.Namespace, plan: ConversionPlan
+) -> list[tuple[Document, Tensor]] | None:
     """Files, and token ids [1, T] of them to measure on; None where the config needs no measurement."""
     if not plan.config.needs_calibration:
         if args.calibrate:
@@ -123,16 +125,18 @@ def _rows_to_calibrate_on(args: argparse.Namespace, plan: ConversionPlan) -> lis
         )
     tokenizer = tokenizer_of(args.src, model=plan.model)
     return calibration_rows(
-        files_in(args.calibrate), tokenizer, args.calibrate_tokens or tokens_to_read(plan.config)
+        documents_in(args.calibrate, "--calibrate", args.text_field),
+        tokenizer,
+        args.calibrate_tokens or tokens_to_read(plan.config),
     )
 
 
-def _calibration(rows: list[tuple[Path, Tensor]]) -> dict[str, Any]:
+def _calibration(rows: list[tuple[Document, Tensor]]) -> dict[str, Any]:
     """What the card says of the text that was measured on."""
     tokens = torch.cat([row[0] for _, row in rows]).to(torch.int64)
     digest = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
     return {
-        "files": list(dict.fromkeys(file.name for file, _ in rows)),
+        "files": list(dict.fromkeys(Path(document.source).name for document, _ in rows)),
         "tokens": len(tokens),
         "sha256": digest,
     }

@@ -8,7 +8,7 @@ from typing import Any
 from ...config import PRESETS, InPlaceTTTConfig
 from ...errors import InPlaceTTTError
 from ...files.settings import override
-from ..arguments import MOST_TOKENS, add_push, path, refuse_without_effect, whole
+from ..arguments import MOST_TOKENS, add_push, add_texts, path, refuse_without_effect, whole
 
 EXAMPLES = """examples:
   inplace-ttt convert HuggingFaceTB/SmolLM2-135M smollm2-ttt
@@ -40,12 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="any setting, as kernel_size=3 or whitening.rank=256",
     )
-    parser.add_argument(
+    add_texts(
+        parser,
         "--calibrate",
-        nargs="+",
-        type=path,
-        metavar="F",
-        help="texts to measure on what the preset's extensions need (see --preset ridge)",
+        "texts to measure the preset's extensions on (see --preset ridge)",
+        required=False,
     )
     parser.add_argument(
         "--calibrate-tokens",
@@ -65,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    refuse_without_effect(args, calibrate_tokens=("calibrate",))
+    refuse_without_effect(args, calibrate_tokens=("calibrate",), text_field=("calibrate",))
     chosen_config(args)
 
 
