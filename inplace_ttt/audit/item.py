@@ -33,6 +33,8 @@ class Item:
         having it is an
     extension under the profile `official`. own_clip: it is about the module's own clip, which is off for the
     other items.
+    choice: about a setting that a user may choose, as are the items with `expected`; a deviation is not a
+        fault.
     silent: it is decided on a module that writes nothing, too. named_by: ids of items that may say what is
         wrong where this one only
     sees that something is; it is not checked where one of them deviates. by_settings: for a model whose layer
@@ -51,6 +53,7 @@ class Item:
     on_model: Probe | None = None
     expected: Mapping[Profile, Any] = field(default_factory=dict)
     absent: bool = False
+    choice: bool = False
     own_clip: bool = False
     silent: bool = False
     named_by: tuple[str, ...] = ()

@@ -34,6 +34,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--from-scratch", action="store_true", help="start anew although the output has checkpoints"
     )
-    parser.add_argument(
-        "--no-audit", action="store_true", help="start although the run deviates from the paper undeclared"
-    )
+    parser.add_argument("--no-audit", action="store_true", help="skip the audit before the first step")
