@@ -91,6 +91,7 @@ def calibrate(model: Any, rows: Sequence[Tensor], *, progress: bool = False) -> 
         raise InPlaceTTTError(
             "there is nothing to calibrate on; give rows of a text like the one to be read."
         )
+    rows = [row.to(model.device) for row in rows]
     layers = fast_weights(model)
     over_text: dict[int, _Seen] = {}
     with disable_ttt(model), seeing(model) as found, feeling(model) as felt:
@@ -123,21 +124,25 @@ class BaseToMeasure:
     dtype: torch.dtype
 
     @classmethod
-    def load(cls, checkpoint: Checkpoint) -> BaseToMeasure:
-        """A small model is measured in float32 where this processor only emulates its dtype, which takes
-        several times longer."""
+    def load(cls, checkpoint: Checkpoint, device: str = "cpu") -> BaseToMeasure:
+        """Loads the base onto a device.
+
+        On a CPU that only emulates its dtype, a small model is measured in float32: that is several times faster.
+        """
         base = load_base(checkpoint.folder)
         dtype = base.dtype
-        if emulated(dtype) and not getattr(base, "is_quantized", False) and base.num_parameters() < _SMALL:
+        if getattr(base, "is_quantized", False):  # its loader has placed it
+            return cls(base, dtype)
+        if device == "cpu" and emulated(dtype) and base.num_parameters() < _SMALL:
             base = base.float()
-        return cls(base, dtype)
+        return cls(base.to(device), dtype)
 
     def new_tensors(self, config: InPlaceTTTConfig, rows: Sequence[Tensor]) -> LayerTensors:
         """The new tensors of a fresh conversion with its measurements. Converts the base."""
         model = convert(self.model, config)
         calibrate(model, rows, progress=True)
         return {
-            i: {kind: x.to(self.dtype) for kind, x in layer.ttt.state_dict().items()}
+            i: {kind: x.to("cpu", self.dtype) for kind, x in layer.ttt.state_dict().items()}
             for i, layer in fast_weights(model).items()
         }
 

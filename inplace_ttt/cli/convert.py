@@ -27,7 +27,7 @@ from ..files.manifest import CHECKPOINT, refuse_to_replace
 from ..texts.documents import Document, documents_in
 from . import Result
 from .hub import push, pushed, require_token
-from .loading import tokenizer_of
+from .loading import default_device, require_device, tokenizer_of
 from .options.convert import chosen_config, open_choices
 
 
@@ -35,6 +35,7 @@ def run(args: argparse.Namespace) -> Result:
     require_token(args)
     sources = [args.src, *(args.calibrate or ())]
     refuse_to_replace(args.out, CHECKPOINT, args.overwrite, sources)
+    require_device(args.device or "cpu")
     checkpoint = Checkpoint.open(args.src)
     refuse_official(args.src, checkpoint.weight_map)
     plan = plan_conversion(checkpoint, chosen_config(args))
@@ -101,7 +102,11 @@ def _new_tensors(
     has."""
     if rows is None:
         return plan, initial_tensors(checkpoint, plan), None
-    base, texts, choice = BaseToMeasure.load(checkpoint), [row for _, row in rows], None
+    base, texts, choice = (
+        BaseToMeasure.load(checkpoint, args.device or default_device()),
+        [row for _, row in rows],
+        None,
+    )
     if plan.config.target == "gradient" and (to_try := open_choices(args)) is not None:
         best, tried = choose(base.model, plan.config, texts, **to_try, progress=True)
         plan = plan_conversion(checkpoint, dataclasses.replace(plan.config, layers=best.layers, eta=best.eta))

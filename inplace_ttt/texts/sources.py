@@ -54,6 +54,7 @@ _OTHER_FORMATS = {
 }
 """Endings of files that hold text in a form which is not prose."""
 _PROBED_BYTES = 1 << 20
+_SHOWN = 8
 _HUB_NAME = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<config>[^@:]+))?(@(?P<split>.+))?")
 
 
@@ -269,7 +270,7 @@ def open_source(source: Source, reading: Reading, streaming: bool) -> tuple[Reco
         raise InPlaceTTTError(f"{source.name} holds no records; leave it out.")
     raise InPlaceTTTError(
         f"the records of {source.name} have no field {wanted[min(1, len(wanted) - 1)]!r} (they have "
-        f"{', '.join(map(repr, columns))}); set {reading.field_option}."
+        f"{', '.join(map(repr, columns[:_SHOWN]))}{', …' * (len(columns) > _SHOWN)}); set {reading.field_option}."
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from ...config import PRESETS, InPlaceTTTConfig
 from ...errors import InPlaceTTTError
 from ...files.settings import override
-from ..arguments import MOST_TOKENS, add_push, add_texts, path, refuse_without_effect, whole
+from ..arguments import MOST_TOKENS, add_push, add_texts, device, path, refuse_without_effect, whole
 
 EXAMPLES = """examples:
   inplace-ttt convert HuggingFaceTB/SmolLM2-135M smollm2-ttt
@@ -53,6 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how much of them to read (default: 32768)",
     )
     parser.add_argument(
+        "--device",
+        type=device,
+        metavar="DEVICE",
+        help="where to calibrate: cpu or cuda (default: a GPU if there is one)",
+    )
+    parser.add_argument(
         "--adapter-only", action="store_true", help="write only the new tensors, to load onto the base"
     )
     parser.add_argument(
@@ -64,7 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    refuse_without_effect(args, calibrate_tokens=("calibrate",), text_field=("calibrate",))
+    refuse_without_effect(
+        args, calibrate_tokens=("calibrate",), text_field=("calibrate",), device=("calibrate",)
+    )
     chosen_config(args)
 
 
