@@ -117,7 +117,10 @@ def run(args: argparse.Namespace) -> Result:
 
 
 def render(result: dict[str, Any]) -> str:
-    lines = [f"{len(result['documents'])} documents, nats a token past token {result['protocol']['skip']}"]
+    lines = [
+        _verdict(result),
+        f"{len(result['documents'])} documents, nats per token past token {result['protocol']['skip']}",
+    ]
     lines += [
         f"  {name:8}{result[name]:9.4f}"
         for name in ("on", "off", "base", "mismatched")
@@ -185,6 +188,31 @@ def _shares(kind: dict[str, Any]) -> str:
         else ("exact_match", "multiple_choice", "hallucinated")
     )
     return " / ".join(f"{kind[name]['share']:.2f}" for name in names if name in kind)
+
+
+def _verdict(result: dict[str, Any]) -> str:
+    """Returns one sentence: the effect of writing on the loss, and the document's own part in it."""
+    effect, own = result["difference"], result["document_gain"]
+    whole = {
+        -1: f"Writing lowers the loss by {-effect['mean']:.4f} nats per token",
+        0: f"No effect of writing on the loss is shown ({effect['mean']:+.4f} nats per token)",
+        1: f"Writing raises the loss by {effect['mean']:.4f} nats per token",
+    }[_sign(effect)]
+    if own is None:
+        return f"{whole}."
+    part = {
+        -1: f"a document's own text lowers it by {-own['mean']:.4f} more than another document's",
+        0: "another document's text has the same effect as the document's own",
+        1: f"a document's own text raises it by {own['mean']:.4f} more than another document's",
+    }[_sign(own)]
+    return f"{whole}; {part}."
+
+
+def _sign(paired: dict[str, Any]) -> int:
+    """Returns -1 or 1 if the mean is more than two standard errors from 0, else 0."""
+    if paired["stderr"] is None or abs(paired["mean"]) <= 2 * paired["stderr"]:
+        return 0
+    return -1 if paired["mean"] < 0 else 1
 
 
 def _with_error(paired: dict[str, Any]) -> str:
