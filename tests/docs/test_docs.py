@@ -118,7 +118,7 @@ def tutorial(folder: Path) -> None:
     lines = (json.dumps({"text": tiny.text(words=900, seed=seed)}) for seed in range(12))
     (folder / "data" / "a.jsonl").write_text("\n".join(lines))
     for seed in range(12, 20):
-        (folder / "held-out" / f"{seed}.txt").write_text(tiny.text(words=900, seed=seed))
+        (folder / "held-out" / f"{seed}.txt").write_text(tiny.text(words=1300, seed=seed))
     config = Qwen3Config(
         num_hidden_layers=12,
         hidden_size=32,
