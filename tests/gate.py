@@ -33,6 +33,7 @@ BUDGET = {
     "session": 120,
     "tasks": 20,
     "tests": 300,
+    "texts": 30,
     "tools": 120,
     "training": 850,
     "transformers_mixins": 40,

@@ -44,6 +44,11 @@ class Result:
         return self.verdict == "deviates" and self.declared is None
 
     @property
+    def is_fault(self) -> bool:
+        """True for an undeclared deviation that no choice of settings explains."""
+        return self.undeclared and not (self.item.choice or self.item.expected)
+
+    @property
     def numbers(self) -> dict[str, str]:
         """The measured values as text."""
         return {name: _text(value) for name, value in self.outcome.numbers.items()}
@@ -105,6 +110,11 @@ class Report:
     def undeclared(self) -> list[str]:
         """Ids of the deviations that are not declared."""
         return [result.item.id for result in self.items if result.undeclared]
+
+    @property
+    def faults(self) -> list[str]:
+        """Ids of the undeclared deviations that make a model or a run wrong, whatever its settings are."""
+        return [result.item.id for result in self.items if result.is_fault]
 
     @property
     def stale_declarations(self) -> list[Declaration]:

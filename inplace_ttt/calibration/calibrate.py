@@ -110,6 +110,7 @@ def calibrate(model: Any, rows: Sequence[Tensor], *, progress: bool = False) -> 
         raise InPlaceTTTError(
             "there is nothing to calibrate on; give rows of a text like the one to be read."
         )
+    rows = [row.to(model.device) for row in rows]
     layers = fast_weights(model)
     over_text: dict[int, _Seen] = {}
     with disable_ttt(model), seeing(model) as found, feeling(model) as felt:
@@ -147,24 +148,25 @@ class BaseToMeasure:
     dtype: torch.dtype
 
     @classmethod
-    def load(cls, checkpoint: Checkpoint) -> BaseToMeasure:
-        """Loads a base.
+    def load(cls, checkpoint: Checkpoint, device: str = "cpu") -> BaseToMeasure:
+        """Loads the base onto a device.
 
-        A small model is loaded in float32 if this processor only emulates its dtype, because emulation takes
-        several times longer.
+        On a CPU that only emulates its dtype, a small model is measured in float32: that is several times faster.
         """
         base = load_base(checkpoint.folder)
         dtype = base.dtype
-        if emulated(dtype) and not getattr(base, "is_quantized", False) and base.num_parameters() < _SMALL:
+        if getattr(base, "is_quantized", False):  # its loader has placed it
+            return cls(base, dtype)
+        if device == "cpu" and emulated(dtype) and base.num_parameters() < _SMALL:
             base = base.float()
-        return cls(base, dtype)
+        return cls(base.to(device), dtype)
 
     def new_tensors(self, config: InPlaceTTTConfig, rows: Sequence[Tensor]) -> LayerTensors:
         """Converts the base, and returns the calibrated tensors of a fresh conversion, by layer index."""
         model = convert(self.model, config)
         calibrate(model, rows, progress=True)
         return {
-            i: {kind: x.to(self.dtype) for kind, x in layer.ttt.state_dict().items()}
+            i: {kind: x.to("cpu", self.dtype) for kind, x in layer.ttt.state_dict().items()}
             for i, layer in fast_weights(model).items()
         }
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..files.text import begins_of, tokens_of
+from ..files.text import begins_of
+from ..texts.documents import Document, tokens_of
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +30,11 @@ A further row is not started for less than half a row either.
 """
 
 
-def calibration_rows(files: Sequence[Path], tokenizer: Any, tokens: int) -> list[tuple[Path, Tensor]]:
-    """Selects rows of about `tokens` tokens in total.
+def calibration_rows(
+    documents: Sequence[Document], tokenizer: Any, tokens: int
+) -> list[tuple[Document, Tensor]]:
+    """Token ids [1, T ≤ ROW], each with its file: about `tokens` in all, in whole rows; fewer, with a
+    warning, where there are no more.
 
     It takes one row per text, from texts spread over all of them. If that is too little, it takes the first
     rows of the other texts too, then second rows, and so on. If the texts hold fewer tokens, it warns.
@@ -44,15 +47,17 @@ def calibration_rows(files: Sequence[Path], tokenizer: Any, tokens: int) -> list
     Returns:
         Token ids [1, T ≤ ROW] of each row, each with its file.
     """
-    stride = max(1, len(files) // max(1, tokens // ROW))
-    length = -(-tokens // max(len(files[::stride]), -(-tokens // ROW)))
+    stride = max(1, len(documents) // max(1, tokens // ROW))
+    length = -(-tokens // max(len(documents[::stride]), -(-tokens // ROW)))
     enough = tokens - min(tokens // _NEAR, length // 2)
     texts = (
-        _rows(file, tokenizer, length, tokens) for first in range(stride) for file in files[first::stride]
+        _rows(document, tokenizer, length, tokens)
+        for first in range(stride)
+        for document in documents[first::stride]
     )
-    found, read = list[tuple[Path, Tensor]](), 0
-    for file, row in _in_turn(texts):
-        found.append((file, row))
+    found, read = list[tuple[Document, Tensor]](), 0
+    for document, row in _in_turn(texts):
+        found.append((document, row))
         read += row.shape[1]
         if read >= enough:
             break
@@ -65,22 +70,20 @@ def calibration_rows(files: Sequence[Path], tokenizer: Any, tokens: int) -> list
     return found
 
 
-def _rows(file: Path, tokenizer: Any, length: int, most: int) -> Iterator[tuple[Path, Tensor]]:
-    """Yields a text's rows, each with the special tokens that begin a text.
-
-    The text after the first row is read only if a further row is requested.
-    """
-    first = tokens_of(file, tokenizer, length)
-    yield file, first
+def _rows(document: Document, tokenizer: Any, length: int, most: int) -> Iterator[tuple[Document, Tensor]]:
+    """A text's rows, each with what the tokenizer puts before a text; what is behind the first is read when
+    it is asked for."""
+    first = tokens_of(document, tokenizer, length)
+    yield document, first
     if first.shape[1] == length:
         begins = torch.tensor([begins_of(tokenizer)], dtype=torch.int64)
-        for rest in tokens_of(file, tokenizer, most)[:, length:].split(length - begins.shape[1], dim=1):
+        for rest in tokens_of(document, tokenizer, most)[:, length:].split(length - begins.shape[1], dim=1):
             if rest.shape[1] >= _SHORTEST:
-                yield file, torch.cat([begins, rest], dim=1)
+                yield document, torch.cat([begins, rest], dim=1)
 
 
-def _in_turn(texts: Iterable[Iterator[tuple[Path, Tensor]]]) -> Iterator[tuple[Path, Tensor]]:
-    """Yields the first row of each text, then the second row of each text that has one, and so on."""
+def _in_turn(texts: Iterable[Iterator[tuple[Document, Tensor]]]) -> Iterator[tuple[Document, Tensor]]:
+    """The first of each, then the second of each that has one, and so on."""
     while True:
         longer = []
         for text in texts:

@@ -127,6 +127,23 @@ def device(name: str) -> str:
     return name
 
 
+def add_texts(
+    parser: ArgumentParser, option: str, help: str, *, several: bool = True, required: bool = True
+) -> None:
+    """Adds an option that names texts, and `--text-field` for those that are records (`texts.documents`)."""
+    parser.add_argument(
+        option,
+        type=path,
+        required=required,
+        nargs="+" if several else None,
+        metavar="TEXT",
+        help=f"{help}: text files, .jsonl, .parquet, folders of one of these, or a dataset's name",
+    )
+    parser.add_argument(
+        "--text-field", metavar="NAME", help="field of a record that holds its text (default: text)"
+    )
+
+
 def add_push(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--push",

@@ -13,7 +13,7 @@ from . import Result, long_context
 
 def run(args: argparse.Namespace) -> Result:
     settings = long_context.settings_of(args, long_context.chosen(args.tasks, TASKS, TASKS))
-    return long_context.compare(args, settings, Filler(args.text), table.table)
+    return long_context.compare(args, settings, Filler(args.text, args.text_field), table.table)
 
 
 def render(result: dict[str, Any]) -> str:

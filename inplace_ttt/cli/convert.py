@@ -25,10 +25,10 @@ from ..errors import InPlaceTTTError, NotSoError
 from ..evaluation.gradient_choice import Tried, choose, table
 from ..files.folders import new_folder
 from ..files.manifest import CHECKPOINT, refuse_to_replace
-from ..files.text import files_in
+from ..texts.documents import Document, documents_in
 from . import Result
 from .hub import push, pushed, require_token
-from .loading import tokenizer_of
+from .loading import default_device, require_device, tokenizer_of
 from .options.convert import chosen_config, open_choices
 
 
@@ -36,6 +36,7 @@ def run(args: argparse.Namespace) -> Result:
     require_token(args)
     sources = [args.src, *(args.calibrate or ())]
     refuse_to_replace(args.out, CHECKPOINT, args.overwrite, sources)
+    require_device(args.device or "cpu")
     checkpoint = Checkpoint.open(args.src)
     refuse_official(args.src, checkpoint.weight_map)
     plan = plan_conversion(checkpoint, chosen_config(args))
@@ -95,7 +96,7 @@ def _new_tensors(
     args: argparse.Namespace,
     checkpoint: Checkpoint,
     plan: ConversionPlan,
-    rows: list[tuple[Path, Tensor]] | None,
+    rows: list[tuple[Document, Tensor]] | None,
 ) -> tuple[ConversionPlan, LayerTensors, dict[str, Any] | None]:
     """Returns the plan, the new tensors, and the choice of layers and η (None if none was made).
 
@@ -103,7 +104,11 @@ def _new_tensors(
     """
     if rows is None:
         return plan, initial_tensors(checkpoint, plan), None
-    base, texts, choice = BaseToMeasure.load(checkpoint), [row for _, row in rows], None
+    base, texts, choice = (
+        BaseToMeasure.load(checkpoint, args.device or default_device()),
+        [row for _, row in rows],
+        None,
+    )
     if plan.config.target == "gradient" and (to_try := open_choices(args)) is not None:
         best, tried = choose(base.model, plan.config, texts, **to_try, progress=True)
         plan = plan_conversion(checkpoint, dataclasses.replace(plan.config, layers=best.layers, eta=best.eta))
@@ -111,11 +116,10 @@ def _new_tensors(
     return plan, base.new_tensors(plan.config, texts), choice
 
 
-def _rows_to_calibrate_on(args: argparse.Namespace, plan: ConversionPlan) -> list[tuple[Path, Tensor]] | None:
-    """Returns files with their token ids [1, T] for the calibration.
-
-    Returns None if the config needs no calibration.
-    """
+def _rows_to_calibrate_on(
+    args: argparse.Namespace, plan: ConversionPlan
+) -> list[tuple[Document, Tensor]] | None:
+    """Files, and token ids [1, T] of them to measure on; None where the config needs no measurement."""
     if not plan.config.needs_calibration:
         if args.calibrate:
             raise InPlaceTTTError(
@@ -128,16 +132,18 @@ def _rows_to_calibrate_on(args: argparse.Namespace, plan: ConversionPlan) -> lis
         )
     tokenizer = tokenizer_of(args.src, model=plan.model)
     return calibration_rows(
-        files_in(args.calibrate), tokenizer, args.calibrate_tokens or tokens_to_read(plan.config)
+        documents_in(args.calibrate, "--calibrate", args.text_field),
+        tokenizer,
+        args.calibrate_tokens or tokens_to_read(plan.config),
     )
 
 
-def _calibration(rows: list[tuple[Path, Tensor]]) -> dict[str, Any]:
-    """Returns the card's facts about the calibration texts."""
+def _calibration(rows: list[tuple[Document, Tensor]]) -> dict[str, Any]:
+    """What the card says of the text that was measured on."""
     tokens = torch.cat([row[0] for _, row in rows]).to(torch.int64)
     digest = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
     return {
-        "files": list(dict.fromkeys(file.name for file, _ in rows)),
+        "files": list(dict.fromkeys(Path(document.source).name for document, _ in rows)),
         "tokens": len(tokens),
         "sha256": digest,
     }

@@ -14,9 +14,9 @@ from ..diagnostics.report import PAGE, summary, write_into
 from ..errors import InPlaceTTTError
 from ..files.folders import new_folder
 from ..files.manifest import DIAGNOSIS, refuse_to_replace
-from ..files.text import tokens_of
 from ..layer.quantised import readable_parameters
 from ..surgery import config_of, fast_weights
+from ..texts.documents import documents_in, joined_tokens
 from . import Result
 from .loading import load_with_tokenizer
 from .messages import say_now
@@ -26,9 +26,10 @@ from .options.diagnose import TOKENS
 def run(args: argparse.Namespace) -> Result:
     sources = [args.path, args.text, args.base]
     refuse_to_replace(args.out, DIAGNOSIS, args.overwrite, sources)
+    documents = documents_in([args.text], "--text", args.text_field)
     model, tokenizer = load_with_tokenizer(args.path, args.base, args.dtype)
     chunk = config_of(model).chunk_size
-    ids = tokens_of(args.text, tokenizer, args.tokens or max(TOKENS, 2 * chunk))
+    ids = joined_tokens(documents, tokenizer, args.tokens or max(TOKENS, 2 * chunk))
     if ids.shape[1] <= chunk + 1:
         asked = (
             f" (--tokens {args.tokens})" if args.tokens is not None and ids.shape[1] == args.tokens else ""

@@ -26,9 +26,10 @@ from ..evaluation.repeated_passage import repeated_passage, require_room
 from ..files.folders import new_folder
 from ..files.json_files import json_text
 from ..files.manifest import EVALUATION, refuse_to_replace
-from ..files.text import begins_of, files_in, ids_within, joined_tokens, tokens_of
+from ..files.text import begins_of, ids_within
 from ..surgery import config_of
 from ..tasks.passages import Passage
+from ..texts.documents import Document, documents_in, joined_tokens, tokens_of
 from . import Result
 from .loading import (
     load_plain,
@@ -55,6 +56,7 @@ def run(args: argparse.Namespace) -> Result:
         require_card(args.path)
     contexts, block, number = args.contexts or [], args.block or BLOCK, args.seed or 0
     passage = Passage(*args.passage) if args.passage else Passage()
+    given = documents_in(args.text, "--text", args.text_field)
     model, tokenizer = load_with_tokenizer(args.path, None, args.dtype)
     refuse_not_finite(model, args.path)
     if config_of(model).prompt_write is not None:
@@ -65,7 +67,7 @@ def run(args: argparse.Namespace) -> Result:
     base = None if args.base is None else load_plain(args.base, model.dtype)
     sinks, begins = SINKS if args.sinks is None else args.sinks, tuple(begins_of(tokenizer))
     protocol = Protocol(args.window, sinks, _skip(args, model), args.batch_size, begins)
-    names, documents = _documents(args, model, tokenizer, protocol)
+    chosen, documents = _long_enough(given, args, model, tokenizer, protocol)
     if base is not None:
         _refuse_other_base(args.base, base, tokenizer, documents)
     require_comparable(model, documents, protocol)
@@ -76,8 +78,8 @@ def run(args: argparse.Namespace) -> Result:
     _warn_of_what_is_seen(args, model, passage)
     baseline = BaselineLosses(args.cache)
     say_now()
-    # first, because it refuses texts that are too short
-    facts = _facts(args, model, tokenizer, names, protocol) if args.facts else None
+    # first: it refuses texts that are too short
+    facts = _facts(args, model, tokenizer, given, chosen, protocol) if args.facts else None
     result = compare(model, documents, protocol, base, baseline=baseline, progress=True)
     if args.repeated_passage:
         probe = repeated_passage(
@@ -98,7 +100,7 @@ def run(args: argparse.Namespace) -> Result:
     }
     values = {
         **result.to_dict(),
-        "documents": result.per_document(names),
+        "documents": result.per_document([given[place].name for place in chosen]),
         "protocol": dataclasses.asdict(protocol),
         "read": {**read, **({"seed": number} if args.repeated_passage or args.facts else {})},
     }
@@ -115,7 +117,10 @@ def run(args: argparse.Namespace) -> Result:
 
 
 def render(result: dict[str, Any]) -> str:
-    lines = [f"{len(result['documents'])} documents, nats per token past token {result['protocol']['skip']}"]
+    lines = [
+        _verdict(result),
+        f"{len(result['documents'])} documents, nats per token past token {result['protocol']['skip']}",
+    ]
     lines += [
         f"  {name:8}{result[name]:9.4f}"
         for name in ("on", "off", "base", "mismatched")
@@ -188,6 +193,31 @@ def _shares(kind: dict[str, Any]) -> str:
     return " / ".join(f"{kind[name]['share']:.2f}" for name in names if name in kind)
 
 
+def _verdict(result: dict[str, Any]) -> str:
+    """Returns one sentence: the effect of writing on the loss, and the document's own part in it."""
+    effect, own = result["difference"], result["document_gain"]
+    whole = {
+        -1: f"Writing lowers the loss by {-effect['mean']:.4f} nats per token",
+        0: f"No effect of writing on the loss is shown ({effect['mean']:+.4f} nats per token)",
+        1: f"Writing raises the loss by {effect['mean']:.4f} nats per token",
+    }[_sign(effect)]
+    if own is None:
+        return f"{whole}."
+    part = {
+        -1: f"a document's own text lowers it by {-own['mean']:.4f} more than another document's",
+        0: "another document's text has the same effect as the document's own",
+        1: f"a document's own text raises it by {own['mean']:.4f} more than another document's",
+    }[_sign(own)]
+    return f"{whole}; {part}."
+
+
+def _sign(paired: dict[str, Any]) -> int:
+    """Returns -1 or 1 if the mean is more than two standard errors from 0, else 0."""
+    if paired["stderr"] is None or abs(paired["mean"]) <= 2 * paired["stderr"]:
+        return 0
+    return -1 if paired["mean"] < 0 else 1
+
+
 def _with_error(paired: dict[str, Any]) -> str:
     error = "" if paired["stderr"] is None else f" ± {paired['stderr']:.4f}"
     return f"{paired['mean']:+.4f}{error} (n {paired['n']})"
@@ -200,23 +230,20 @@ def _skip(args: argparse.Namespace, model: PreTrainedModel) -> int:
 
 
 def _facts(
-    args: argparse.Namespace, model: PreTrainedModel, tokenizer: Any, names: list[str], protocol: Protocol
+    args: argparse.Namespace,
+    model: PreTrainedModel,
+    tokenizer: Any,
+    given: Sequence[Document],
+    chosen: Sequence[int],
+    protocol: Protocol,
 ) -> dict[str, Any]:
-    """Measures the recall of facts.
-
-    Each document states its facts within its own text. Where that text ends, the next one follows.
-    """
+    """Measures the recall of facts put into each chosen document, continued by the documents after it."""
     encode = functools.partial(ids_within, tokenizer)
-    distances, files, number = (
-        args.distances or DISTANCES,
-        [str(file) for file in files_in(args.text)],
-        args.seed or 0,
-    )
+    distances, number = args.distances or DISTANCES, args.seed or 0
     tokens = document_tokens(
-        args.facts, len(names), max(distances), encode, config_of(model).chunk_size, number
+        args.facts, len(chosen), max(distances), encode, config_of(model).chunk_size, number
     )
-    places = [files.index(name) for name in names]
-    texts = [joined_tokens([*files[place:], *files[:place]], tokenizer, tokens)[0] for place in places]
+    texts = [joined_tokens([*given[place:], *given[:place]], tokenizer, tokens)[0] for place in chosen]
     return recall_of_facts(model, texts, encode, args.facts, distances, protocol, seed=number, progress=True)
 
 
@@ -263,22 +290,27 @@ def _digest(documents: Sequence[Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _documents(
-    args: argparse.Namespace, model: PreTrainedModel, tokenizer: Any, protocol: Protocol
-) -> tuple[list[str], list[Tensor]]:
-    """Returns the texts' names and token ids [T].
+def _long_enough(
+    given: Sequence[Document],
+    args: argparse.Namespace,
+    model: PreTrainedModel,
+    tokenizer: Any,
+    protocol: Protocol,
+) -> tuple[list[int], list[Tensor]]:
+    """Returns the places of the documents to read and their token ids [T].
 
-    With --documents, texts that are too short are skipped.
+    With --documents N, these are the first N that are long enough; without, all.
     """
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**15
     least = max(config_of(model).chunk_size, protocol.skip) + 2
-    names: list[str] = []
+    places: list[int] = []
     documents: list[Tensor] = []
-    for file in files_in(args.text):
-        ids = tokens_of(file, tokenizer, args.tokens or context)[0]
+    for place, document in enumerate(given):
+        ids = tokens_of(document, tokenizer, args.tokens or context)[0]
         if args.documents is not None and len(ids) < (args.tokens or least):
             continue
-        names, documents = [*names, str(file)], [*documents, ids.to(model.device)]
+        places.append(place)
+        documents.append(ids.to(model.device))
         if len(documents) == args.documents:
             break
     if args.documents is not None and len(documents) < args.documents:
@@ -289,4 +321,4 @@ def _documents(
         )
     if note := note_on_positions(model, max(map(len, documents)), "lower --tokens"):
         warn(note)
-    return names, documents
+    return places, documents

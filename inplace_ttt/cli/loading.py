@@ -151,4 +151,15 @@ def _dtype(name: str) -> Any:
 def _to_device(model: PreTrainedModel) -> PreTrainedModel:
     if note := note_on_emulation(model.dtype, model.num_parameters(), "give --dtype float32"):
         warn(note)
-    return model.to("cuda" if torch.cuda.is_available() else "cpu")
+    return model.to(default_device())
+
+
+def default_device() -> str:
+    """Returns where verbs run a model: on the GPU, if there is one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def require_device(name: str) -> None:
+    """Raises InPlaceTTTError if `--device` names a GPU that this machine does not have."""
+    if name.startswith("cuda") and (torch.device(name).index or 0) >= torch.cuda.device_count():
+        raise InPlaceTTTError(f"--device {name} is not on this machine.")

@@ -18,7 +18,7 @@ def run(args: argparse.Namespace) -> Result:
         name for name, task in TASKS.items() if task.questions is None or task.questions < len(args.qa)
     ]
     tasks = long_context.chosen(args.tasks, possible, TASKS)
-    material = Material(args.haystack, args.qa)
+    material = Material(args.haystack, args.qa, args.text_field)
     _refuse_without_files(tasks, args)
     if args.haystack and not any(task.haystack or task.name == "cwe" for task in tasks):
         warn("--haystack has no effect: none of these tasks hides anything in a text.")

@@ -1,4 +1,4 @@
-"""Reads text files, in full or as rows of token ids, and not further than needed."""
+"""UTF-8 text files, and texts as token ids."""
 
 from __future__ import annotations
 
@@ -6,75 +6,17 @@ import codecs
 import os
 import stat
 import sys
-from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, BinaryIO
-
-import torch
-from torch import Tensor
 
 from ..errors import InPlaceTTTError, one_line, reported
 from .paths import kind_of
 
-_BYTES_A_TOKEN = 8
 _PIECE = 1 << 20
-_MOST_ENTRIES = 200_000
 UTF8 = "utf-8-sig"
 """Drops the byte order mark that some editors put first, since it is not part of the text."""
 KNOWN_IDS = "inplace_ttt_known_ids"
-"""Attribute of a tokenizer with special tokens beyond its model's embeddings.
-
-Its value is the number of ids that have an embedding.
-"""
-_TAIL = 16
-"""Tokens at the end of a truncated text that may differ from those of the full text."""
-
-
-def tokens_of(path: str | os.PathLike[str], tokenizer: Any, tokens: int) -> Tensor:
-    """Returns the first token ids of a UTF-8 text file. A longer text is not read to its end.
-
-    Args:
-        path: the file.
-        tokenizer: of the model.
-        tokens: most ids to return.
-
-    Returns:
-        Token ids, int64 [1, n ≤ tokens].
-
-    Raises:
-        InPlaceTTTError: if the file cannot be read, or holds no text.
-    """
-    size = _BYTES_A_TOKEN * (tokens + _TAIL)
-    while True:
-        text, whole = _start_of(path, size)
-        ids = document_ids(tokenizer, text, str(path))
-        if whole or len(ids) >= tokens + _TAIL:
-            break
-        size *= 2
-    if not text.strip():
-        raise InPlaceTTTError(f"{path} holds no text; give something to read.")
-    return torch.tensor([ids[:tokens]], dtype=torch.int64)
-
-
-def joined_tokens(paths: Sequence[str | os.PathLike[str]], tokenizer: Any, tokens: int) -> Tensor:
-    """Returns the token ids of UTF-8 text files, concatenated as one text.
-
-    Args:
-        paths: the files, in order.
-        tokenizer: of the model.
-        tokens: number of ids.
-
-    Returns:
-        Token ids, int64 [1, n]; n < tokens if the files hold fewer.
-    """
-    found: list[int] = []
-    begins = begins_of(tokenizer)
-    for path in paths:
-        if len(found) >= tokens:
-            break
-        ids = tokens_of(path, tokenizer, tokens - len(found) + len(begins))[0].tolist()
-        found += ids[len(begins) if found else 0 :]
-    return torch.tensor([found[:tokens]], dtype=torch.int64)
+"""Attribute of a tokenizer with special tokens beyond its model's embeddings: how many ids the model
+knows."""
 
 
 def document_ids(tokenizer: Any, text: str, source: str) -> list[int]:
@@ -160,36 +102,6 @@ def require_known_ids(tokenizer: Any, model: Any, source: str) -> None:
         setattr(tokenizer, KNOWN_IDS, known)
 
 
-def files_in(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
-    """Returns the given files, and for a folder the .txt files in it and below, sorted.
-
-    Raises:
-        InPlaceTTTError: if a folder lacks .txt files, or too many entries.
-    """
-    found: list[Path] = []
-    for path in map(Path, paths):
-        files = _texts_in(path) if os.path.isdir(path) else [path]
-        if not files:
-            raise InPlaceTTTError(f"{path} has no .txt files; name the texts themselves.")
-        found += files
-    return found
-
-
-def _texts_in(folder: Path) -> list[Path]:
-    """Returns the .txt files in a folder and below, sorted. Refuses a folder with too many entries."""
-    found: list[Path] = []
-    entries = 0
-    for here, folders, names in os.walk(folder):
-        found += [Path(here, name) for name in names if name.endswith(".txt")]
-        entries += len(folders) + len(names)
-        if entries > _MOST_ENTRIES:
-            raise InPlaceTTTError(
-                f"{folder} holds more than {_MOST_ENTRIES:,} files; name the texts themselves, or a folder "
-                "of them."
-            )
-    return sorted(found)
-
-
 def read_text(path: str | os.PathLike[str], what: str = "") -> str:
     """Returns the contents of a UTF-8 text file.
 
@@ -211,8 +123,8 @@ def read_text(path: str | os.PathLike[str], what: str = "") -> str:
         ) from None
 
 
-def _start_of(path: str | os.PathLike[str], size: int) -> tuple[str, bool]:
-    """Returns the text of a file's first bytes, and True if the file holds no more."""
+def start_of(path: str | os.PathLike[str], size: int) -> tuple[str, bool]:
+    """The text of a file's first bytes, and whether that is all of it."""
     try:
         with _opened(path) as file:
             pieces = []

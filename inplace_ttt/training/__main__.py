@@ -28,9 +28,7 @@ def main() -> int:
     parser.add_argument(
         "--from-scratch", action="store_true", help="start anew although the output has checkpoints"
     )
-    parser.add_argument(
-        "--no-audit", action="store_true", help="start although the run deviates from the paper undeclared"
-    )
+    parser.add_argument("--no-audit", action="store_true", help="skip the audit before the first step")
     # DeepSpeed's launcher adds it
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()

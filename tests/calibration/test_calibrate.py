@@ -218,7 +218,7 @@ def test_convert_measures_saves_and_loads(
     [
         (["--preset", "ridge"], "--calibrate PATH"),
         (["--calibrate", "TEXT"], "no effect"),
-        (["--preset", "ridge", "--calibrate", "nowhere.txt"], "cannot read the text"),
+        (["--preset", "ridge", "--calibrate", "nowhere.txt"], "there is no file or folder"),
         (["--preset", "ridge", "--calibrate", "EMPTY"], "holds no text"),
         (["--preset", "ridge", "--calibrate", "TEXT", "--calibrate-tokens", "0"], "at least 1"),
         (["--set", "sharpness=1"], "no setting 'sharpness'"),

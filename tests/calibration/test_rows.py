@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from inplace_ttt import cli
 from inplace_ttt.calibration.rows import ROW, calibration_rows
+from inplace_ttt.texts.documents import documents_in
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,7 @@ def test_rows_until_there_are_enough(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    files = texts(tmp_path, lengths)
+    files = documents_in(texts(tmp_path, lengths))
     found = calibration_rows(files, tokenizer, asked)
     if rows is not None:
         assert [(files.index(file), row.shape[1]) for file, row in found] == rows
@@ -76,7 +77,7 @@ def test_every_row_begins_as_a_text_does(tmp_path: Path) -> None:
         single="<eos> $A", special_tokens=[("<eos>", 1)]
     )
     (file,) = texts(tmp_path, [3000])
-    rows = [row[0].tolist() for _, row in calibration_rows([file], tokenizer, 4000)]
+    rows = [row[0].tolist() for _, row in calibration_rows(documents_in([file]), tokenizer, 4000)]
     assert [len(row) for row in rows] == [2000, 1002] and all(
         row[0] == 1 and 1 not in row[1:] for row in rows
     )

@@ -16,9 +16,8 @@ from inplace_ttt.tasks.passages import Passage
 
 OPTIONS = {
     "convert": (
-        "--adapter-only --calibrate --calibrate-tokens --chunk-size --eta --help --json --layers "
-        "--no-verify --overwrite --preset --push "
-        "--set --target"
+        "--adapter-only --calibrate --calibrate-tokens --chunk-size --device --eta --help --json --layers "
+        "--no-verify --overwrite --preset --push --set --target --text-field"
     ),
     "info": "--base --help --json",
     "generate": (
@@ -30,18 +29,18 @@ OPTIONS = {
     "plan": "--device-memory --help --json --set",
     "train": "--from-scratch --help --json --no-audit --num-processes --set",
     "audit": "--card --compare --format --help --json --out --profile --seed",
-    "diagnose": "--base --dtype --help --json --learning-rate --out --overwrite --text --tokens --train",
+    "diagnose": "--base --dtype --help --json --learning-rate --out --overwrite --text --text-field --tokens --train",
     "evaluate": (
         "--base --batch-size --block --cache --card --contexts --distances --documents --dtype --facts "
         "--help --json --out --overwrite "
-        "--passage --repeated-passage --seed --sinks --skip --text --tokens --window"
+        "--passage --repeated-passage --seed --sinks --skip --text --text-field --tokens --window"
     ),
     "ruler": (
         "--base --batch-size --chat --dtype --haystack --help --json --lengths --out --qa --samples --seed "
-        "--tasks --write-samples"
+        "--tasks --text-field --write-samples"
     ),
     "babilong": "--base --batch-size --chat --dtype --help --json --lengths --out --samples --seed --tasks "
-    "--text --write-samples",
+    "--text --text-field --write-samples",
     "export": "--base --format --help --json --overwrite --push",
     "import-official": "--help --json --overwrite",
     "bench": (

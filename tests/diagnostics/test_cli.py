@@ -14,8 +14,8 @@ from training.runs import CHUNK, checkpoint
 
 from inplace_ttt import cli
 from inplace_ttt.files.manifest import MANIFEST
-from inplace_ttt.files.text import tokens_of
 from inplace_ttt.reports import charts
+from inplace_ttt.texts.documents import documents_in, tokens_of
 
 PLOTS = {
     "gradients.png",
@@ -214,7 +214,7 @@ def test_bad_input_is_one_line(
             "gives 9 tokens (--tokens 9), at most one chunk of 16",
         ),
         ([model, "--text", tmp_path / "latin", "--out", out], "give a UTF-8 text file"),
-        ([model, "--text", tmp_path / "nowhere", "--out", out], "cannot read the text"),
+        ([model, "--text", tmp_path / "nowhere", "--out", out], "there is no file or folder"),
         (
             [foreign, "--text", tmp_path / "fives", "--out", out],
             "has the tokenizer of another model: it gives ids up to 5000, the model has 97",
@@ -258,6 +258,6 @@ def test_a_long_text_is_read_no_further_than_needed(word: str, tmp_path: Path) -
     are never cut."""
     (tmp_path / "long").write_text(" ".join([word] * 1_000_000) if word == "a" else " ".join([word] * 20_000))
     tokenizer = _Bytes()
-    ids = tokens_of(tmp_path / "long", tokenizer, 100)
+    ids = tokens_of(*documents_in([tmp_path / "long"]), tokenizer, 100)
     assert ids.tolist() == [[len(word)] * 100]
     assert tokenizer.seen < 40_000

@@ -11,8 +11,8 @@ from transformers import AutoTokenizer, PreTrainedModel
 from inplace_ttt import InPlaceTTTConfig, cli, convert
 from inplace_ttt.checkpoint.loading import load_base
 from inplace_ttt.diagnostics import Diagnosis, diagnose
-from inplace_ttt.files.text import tokens_of
 from inplace_ttt.surgery import fast_weights
+from inplace_ttt.texts.documents import documents_in, tokens_of
 
 ROOT = Path(__file__).parents[2]
 MODEL, TEXT = (
@@ -32,7 +32,7 @@ def converted(*layers: int) -> PreTrainedModel:
 @pytest.fixture(scope="module")
 def ids() -> Tensor:
     assert MODEL.exists() and TEXT.exists(), "run `make model text` first"
-    return tokens_of(TEXT, AutoTokenizer.from_pretrained(MODEL), TOKENS)
+    return tokens_of(*documents_in([TEXT]), AutoTokenizer.from_pretrained(MODEL), TOKENS)
 
 
 def ids_of(diagnosis: Diagnosis, severity: str) -> set[tuple[str, tuple[int, ...]]]:

@@ -22,7 +22,9 @@ from typing import Any
 import pytest
 import tiny
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
+from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging
 
 import inplace_ttt
@@ -34,6 +36,7 @@ GUIDES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SLOW = {"audit.md", "diagnostics.md", "evaluate.md"}
 """Pages that take most of the time; they audit, diagnose and evaluate, which other tests of the gate do
 too."""
+IN_A_SHELL = {"README.md", "tutorial.md"}
 PAGES = [
     *GUIDES,
     *sorted((ROOT / "docs" / "results").glob("*.md")),
@@ -88,6 +91,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / ".cache" / "text" / "shakespeare").mkdir(parents=True)
     (tmp_path / ".cache" / "text" / "shakespeare" / "hamlet.txt").symlink_to(book)
     (tmp_path / ".cache" / "smollm2-135m").symlink_to(tmp_path / "smollm2-135m")
+    tutorial(tmp_path)
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "notes.txt").symlink_to(ROOT / "docs" / "notes.txt")
     return tmp_path
@@ -104,6 +108,40 @@ def small_model(folder: Path) -> None:
         "tie_word_embeddings": False,
     }
     tiny.save_llama(folder, words, torch.bfloat16, **sizes)
+
+
+def tutorial(folder: Path) -> None:
+    """The data, model and recipe of docs/tutorial.md under their names, at toy size."""
+    words = tiny.byte_level()
+    (folder / "data").mkdir()
+    (folder / "held-out").mkdir()
+    lines = (json.dumps({"text": tiny.text(words=900, seed=seed)}) for seed in range(12))
+    (folder / "data" / "a.jsonl").write_text("\n".join(lines))
+    for seed in range(12, 20):
+        (folder / "held-out" / f"{seed}.txt").write_text(tiny.text(words=1300, seed=seed))
+    config = Qwen3Config(
+        num_hidden_layers=12,
+        hidden_size=32,
+        intermediate_size=1024,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=len(words),
+        max_position_embeddings=4096,
+    )
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).save_pretrained(folder / "Qwen" / "Qwen3-8B")
+    words.save_pretrained(folder / "Qwen" / "Qwen3-8B")
+    recipe = yaml.safe_load((ROOT / "recipes" / "qwen3-8b-ridge-32k-8gpu.yaml").read_text())
+    recipe["model"] |= {"dtype": "float32", "attn_implementation": "sdpa"}
+    recipe["data"] |= {"sequence_length": 512, "validation_documents": 2}
+    recipe["data"]["synthetic_facts"] |= {"count": 2, "min_gap": 128}
+    recipe["training"] |= {"steps": 2, "warmup_steps": 1, "liger": False}
+    recipe["parallel"] = {"nproc_per_node": 1}
+    recipe["deepspeed"] = 1
+    recipe["monitor"]["report_to"] = []
+    (folder / "recipes").mkdir()
+    (folder / "recipes" / "qwen3-8b-ridge-32k-8gpu.yaml").write_text(yaml.safe_dump(recipe))
 
 
 def public_ttt_ntp(folder: Path, base: Path) -> None:
@@ -144,9 +182,8 @@ def run_python(block: Block, namespace: dict[str, Any]) -> None:
 
 
 def run_commands(block: Block) -> None:
-    """In the README as a reader would, in a shell with this environment's console script; elsewhere in this
-    process."""
-    if block.page.name != "README.md":
+    """Run in this process, or in a shell with this environment's console script, as a reader would."""
+    if block.page.name not in IN_A_SHELL:
         for line in block.code.splitlines():
             assert main(shlex.split(line)[1:]) == 0, f"{block}: {line}"
         return

@@ -115,7 +115,7 @@ def test_the_same_command_gives_the_same_numbers_and_a_table(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--text", "nowhere.txt"], "cannot read the text nowhere.txt"),
+        (["--text", "nowhere.txt"], "there is no file or folder nowhere.txt"),
         (["--text", "EMPTY"], "holds no text"),
         (["--text", "LATIN"], "give a UTF-8 text file"),
         (["--text", "SHORT"], f"chunks of {CHUNK}"),
@@ -138,8 +138,8 @@ def test_the_same_command_gives_the_same_numbers_and_a_table(
         (["--text", "TEXTS", "--facts", "2", "--distances", "9999"], "give more text"),
         (["--text", "TEXTS", "--tokens", "0"], "at least 1"),
         (["--text", "TEXTS", "--skip", "-1"], "0 or more"),
-        (["--text", "FOLDER"], "has no .txt files"),
-        (["--text", "TEXTS", "--out", "TEXTS"], "is an input of this command"),
+        (["--text", "FOLDER"], "holds no documents"),
+        (["--text", "TEXTS", "--out", "TEXTS"], "is what the command reads"),
         (["--text", "TEXTS", "--base", "nowhere/at/all"], "nowhere/at/all"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

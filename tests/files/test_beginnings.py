@@ -11,7 +11,8 @@ from tokenizers.processors import TemplateProcessing
 from torch import nn
 
 from inplace_ttt.errors import InPlaceTTTError
-from inplace_ttt.files.text import begins_of, document_ids, joined_tokens, require_known_ids, tokens_of
+from inplace_ttt.files.text import begins_of, document_ids, require_known_ids
+from inplace_ttt.texts.documents import documents_in, joined_tokens, tokens_of
 from inplace_ttt.training.data.tokenising import tokenise
 
 
@@ -35,8 +36,8 @@ def test_a_text_begins_once(text: str, tmp_path: Path) -> None:
     spelled = text.startswith(" ")  # there the tag stands within the text
     read = [
         document_ids(tokenizer, text, "it"),
-        tokens_of(tmp_path / "a.txt", tokenizer, 50)[0].tolist(),
-        joined_tokens([tmp_path / "a.txt"], tokenizer, 50)[0].tolist(),
+        tokens_of(*documents_in([tmp_path / "a.txt"]), tokenizer, 50)[0].tolist(),
+        joined_tokens(documents_in([tmp_path / "a.txt"]), tokenizer, 50)[0].tolist(),
         tokenise({"text": [text]}, "text", tokenizer, "it")["input_ids"][0].tolist()[:-1],
     ]
     for ids in read:
@@ -58,11 +59,11 @@ def test_a_special_token_beyond_the_embeddings_is_refused_in_a_text(added: str, 
     require_known_ids(tokenizer, model_of(known), "base")
     (tmp_path / "good.txt").write_text("a text")
     (tmp_path / "bad.txt").write_text(f"a {added} text")
-    assert tokens_of(tmp_path / "good.txt", tokenizer, 50).max() < known
+    assert tokens_of(*documents_in([tmp_path / "good.txt"]), tokenizer, 50).max() < known
     tokenise({"input_ids": [[1, known - 1]]}, "input_ids", tokenizer, "rows")
     problem = rf"holds '{added.replace('|', '[|]')}' \(id {known}\), for which the model has no embedding"
     with pytest.raises(InPlaceTTTError, match=rf"bad\.txt {problem}"):
-        tokens_of(tmp_path / "bad.txt", tokenizer, 50)
+        tokens_of(*documents_in([tmp_path / "bad.txt"]), tokenizer, 50)
     with pytest.raises(InPlaceTTTError, match=problem):
         tokenise({"text": ["fine", f"{added}"]}, "text", tokenizer, "texts")
     with pytest.raises(InPlaceTTTError, match="input_ids of rows are not this model's"):

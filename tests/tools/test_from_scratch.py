@@ -206,7 +206,7 @@ def test_texts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         ({"held_out": [str(tmp_path)]}, 11, "names every file"),
         ({}, 121, "no text of text.train has 121 bytes"),
         ({}, 41, "has 120 bytes, 3 rows of 41 are asked for"),
-        ({"held_out": [str(tmp_path / "d.txt")]}, 11, "cannot read the text"),
+        ({"held_out": [str(tmp_path / "d.txt")]}, 11, "there is no file or folder"),
     ):
         with pytest.raises(InPlaceTTTError, match=says):
             TextTask(dataclasses.replace(text, **change), length, batch_size=2)

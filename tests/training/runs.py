@@ -64,7 +64,7 @@ def recipe_file(folder: Path, model: Path, text: Path, **sections: Any) -> Path:
             "warmup_steps": 1,
         },
         "monitor": {"logging_steps": 1, "save_steps": 100},
-        "audit": {"profile": None},
+        "audit": {"enabled": False},
         "deepspeed": 1,
         "output": str(folder / "out"),
     }

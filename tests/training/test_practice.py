@@ -15,9 +15,9 @@ from tiny import word_level
 
 from inplace_ttt import InPlaceTTTError
 from inplace_ttt.attention_window import attention_reach
+from inplace_ttt.texts.sources import find
 from inplace_ttt.training.data.packing import pack
 from inplace_ttt.training.data.practice import practise, seen_anyway, with_practice
-from inplace_ttt.training.data.sources import find
 from inplace_ttt.training.data.streams import Documents, RowStream, open_stream
 from inplace_ttt.training.model import build_model
 from inplace_ttt.training.recipe.data_section import Data, RepeatedPassages, SyntheticFacts
@@ -167,7 +167,10 @@ def test_stored_and_streamed_rows_are_the_same(tmp_path: Path) -> None:
     stored = list(with_practice(rows, data, encode))
     rows.select_columns(["input_ids"]).to_parquet(tmp_path / "a.parquet")
     opened = open_stream(
-        find(data.train, "auto", "train")[0], data, word_level(f"w{n}" for n in range(97)), shuffle=False
+        find(data.train[0], data.reading, "train", "data.train"),
+        data,
+        word_level(f"w{n}" for n in range(97)),
+        shuffle=False,
     )
     streamed = list(with_practice(RowStream(Documents((opened,), data), 64, 0, 1), data, encode))
     assert stored == streamed == [practise(r, data, encode) for r in rows] != list(rows)

@@ -1,6 +1,7 @@
 """Every shipped recipe parses, builds its model at toy size, computes a loss, and is planned without a
 warning."""
 
+import argparse
 import dataclasses
 import json
 import re
@@ -10,9 +11,14 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
+import torch
 from models import random_ids
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from inplace_ttt import InPlaceTTTConfig, convert
+from inplace_ttt.calibration.calibrate import calibrate
+from inplace_ttt.cli.options import convert as convert_options
+from inplace_ttt.config_tables import KeyWhitening
 from inplace_ttt.surgery import config_of, fast_weights, is_converted
 from inplace_ttt.training.audit import gate
 from inplace_ttt.training.model import build_model, meta_model
@@ -61,10 +67,33 @@ def architecture_of(recipe: Recipe) -> dict[str, Any] | None:
     path = recipe.model.path
     if path is None:
         return None
+    path = conversion.src if (conversion := conversion_of(recipe)) is not None else path
     known = FOLDER / "configs" / f"{path.replace('/', '--')}.json"
     if path.startswith("runs/"):  # what an earlier recipe leaves
         return architecture_of(earlier(recipe))
     return json.loads((SMOLLM2 if path.startswith(".cache/") else known).read_text())
+
+
+def conversion_of(recipe: Recipe) -> argparse.Namespace | None:
+    """The arguments of the `convert` that the recipe's first comment names for its model; None without one."""
+    assert recipe.path is not None
+    for line in recipe.path.read_text(encoding="utf-8").splitlines():
+        if line.startswith("#   inplace-ttt convert "):
+            parser = argparse.ArgumentParser()
+            convert_options.add_arguments(parser)
+            args = parser.parse_args(shlex.split(line)[3:])
+            assert args.out == recipe.model.path and args.calibrate == recipe.data.train
+            return args
+    return None
+
+
+def settings_of(recipe: Recipe) -> InPlaceTTTConfig:
+    """The settings of the conversion that a recipe trains."""
+    if (conversion := conversion_of(recipe)) is not None:
+        return convert_options.chosen_config(conversion)
+    settings = recipe.ttt or earlier(recipe).ttt
+    assert settings is not None
+    return settings
 
 
 def earlier(recipe: Recipe) -> Recipe:
@@ -104,7 +133,12 @@ def at_toy_size(run: Run, folder: Path) -> Recipe:
     base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     base.save_pretrained(folder)
     changes.append(f"model.path={folder}")
-    if (recipe.model.path or "").startswith("runs/"):
+    if conversion_of(recipe) is not None:
+        narrow = dataclasses.replace(settings_of(recipe), whitening=KeyWhitening(rank=16))
+        calibrate(convert(base, narrow), [random_ids(1, 64, seed=2)])
+        base.save_pretrained(folder / "converted")
+        changes[-1] = f"model.path={folder / 'converted'}"
+    elif (recipe.model.path or "").startswith("runs/"):
         first = load_recipe(FOLDER / f"{earlier(recipe).path.stem}.yaml", changes)  # type: ignore[union-attr]
         build_model(first).save_pretrained(folder / "converted")
         changes[-1] = f"model.path={folder / 'converted'}"
@@ -121,8 +155,10 @@ def test_it_builds_at_toy_size(run: Run, tmp_path: Path) -> None:
     assert is_converted(model)
     layers = fast_weights(model)
     assert max(layers) < text.num_hidden_layers and len(layers) < text.num_hidden_layers
-    settings = written.ttt or earlier(written).ttt
-    assert settings is not None and config_of(model) == settings.resolve(text.num_hidden_layers)
+    settings = settings_of(written).resolve(text.num_hidden_layers)
+    if settings.whitening is not None:  # the toy model has few channels
+        settings = dataclasses.replace(settings, whitening=config_of(model).whitening)
+    assert config_of(model) == settings
     for key, value in written.model.overrides.items():
         found = getattr(text, key)
         assert found == ({**found, **value} if isinstance(value, dict) else value)
@@ -165,6 +201,13 @@ def full_size(run: Run, folder: Path) -> Recipe:
     """The recipe with a model that can be found here."""
     recipe = run.load()
     path = recipe.model.path or ""
+    if (conversion := conversion_of(recipe)) is not None:
+        config = FOLDER / "configs" / f"{conversion.src.replace('/', '--')}.json"
+        (folder / "config.json").write_text(config.read_text())
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+            convert(model, settings_of(recipe)).config.save_pretrained(folder / "converted")
+        return run.load(f"model.path={folder / 'converted'}")
     if path.startswith("runs/"):
         return run.load(
             f"model.path={earlier(recipe).model.path}", f"ttt={json.dumps(earlier(recipe).ttt.to_dict())}"
@@ -192,8 +235,7 @@ def test_the_papers_runs_follow_the_paper(name: str) -> None:
     """Table 6, 7 and 8: rule, length, learning rate, weight decay, tokens; and the scratch models' own
     sizes."""
     (recipe,) = (run.load() for run in RUNS if run.name == name)
-    settings = recipe.ttt or earlier(recipe).ttt
-    assert settings is not None
+    settings = settings_of(recipe)
     assert (settings.layers, settings.target, settings.kernel_size, settings.conv) == (
         "every:6",
         "embeddings",

@@ -302,12 +302,26 @@ def test_a_recipe_that_is_none_starts_nothing(
     assert message in capsys.readouterr().err
 
 
+def test_a_recipe_that_claims_nothing_is_stopped_by_faults_alone(made: Path, tmp_path: Path) -> None:
+    recipe = recipe_file(tmp_path, made / "model", made / "text", audit={"enabled": True})
+    log = finish(start(recipe, "training.steps=1"))
+    assert "the run deviates from the paper in" in log and "chunk-size" in log
+    assert (tmp_path / "out" / "audit.html").exists()
+    clipped = tmp_path / "clipped"
+    shutil.copytree(made / "model", clipped)
+    config = json.loads((clipped / "config.json").read_text())
+    config["inplace_ttt"]["config"]["clip"] = {"max_norm": 1e-9, "relative": False, "mode": "always"}
+    (clipped / "config.json").write_text(json.dumps(config))
+    log = finish(start(recipe, f"model.path={clipped}", f"output={tmp_path}/none"), code=1)
+    assert "the audit found faults in clip-effect; read" in log
+
+
 def test_an_undeclared_deviation_stops_the_run_before_it_starts(made: Path, tmp_path: Path) -> None:
     """The same run starts when it is told to, or when it says what it deviates in and why."""
-    recipe = recipe_file(tmp_path, made / "model", made / "text", audit={"profile": "paper"})
+    recipe = recipe_file(tmp_path, made / "model", made / "text", audit={"enabled": True, "profile": "paper"})
     log = finish(start(recipe), code=1)
     (refusal,) = (line for line in log.splitlines() if "the run deviates from the paper profile in" in line)
-    ids = refusal.split("profile in ")[1].split(" without")[0].split(", ")
+    ids = refusal.split("profile in ")[1].split("; read")[0].split(", ")
     assert {"chunk-size", "learning-rate", "token-budget", "stages"} <= set(ids)
     assert {file.name for file in (tmp_path / "out").iterdir()} == {
         "audit.html",

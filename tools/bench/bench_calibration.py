@@ -30,9 +30,9 @@ from inplace_ttt.calibration.directions import Directions, LeadingDirections
 from inplace_ttt.checkpoint.loading import load_base
 from inplace_ttt.cli.loading import tokenizer_of
 from inplace_ttt.families import locate
-from inplace_ttt.files.text import files_in, tokens_of
 from inplace_ttt.ops.benchmark import memory_status, peak_starts_again
 from inplace_ttt.surgery import disable_ttt
+from inplace_ttt.texts.documents import documents_in, tokens_of
 
 ROW = 2048
 
@@ -148,7 +148,7 @@ def real(folder: str, text: Path, layers: list[int], count: int) -> dict[int, Te
         tokenizer_of(folder),
         convert(load_base(folder), InPlaceTTTConfig(layers=tuple(layers))).float(),
     )
-    texts = (tokens_of(file, tokenizer, ROW)[0] for file in sorted(files_in([text])))
+    texts = (tokens_of(document, tokenizer, ROW)[0] for document in documents_in([text]))
     ids = [row for row in texts if len(row) == ROW][:count]
     found: dict[int, list[Tensor]] = {layer: [] for layer in layers}
     with disable_ttt(model), seeing(model) as seen:

@@ -117,7 +117,7 @@ def peaks(
             },
             "training": {"steps": 3, "learning_rate": 1e-5},
             "monitor": {"logging_steps": 100, "save_steps": 100, "evaluate_rows": 4},
-            "audit": {"profile": None},
+            "audit": {"enabled": False},
             "output": f"{folder}/out",
         }
         for section, changes in values.items():

@@ -70,7 +70,7 @@ def run(form: str, args: argparse.Namespace, folder: Path) -> float:
         "data": {"train": args.text, "sequence_length": args.length, "cache": f"{folder}/cache"},
         "training": {"steps": args.steps, "learning_rate": 1e-5},
         "monitor": {"logging_steps": 10, "save_steps": 1000},
-        "audit": {"profile": None},
+        "audit": {"enabled": False},
         "deepspeed": {
             "zero_optimization": {
                 "stage": args.stage,

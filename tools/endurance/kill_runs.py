@@ -61,7 +61,7 @@ RECIPE: dict[str, Any] = {
     "training": {"steps": 40, "learning_rate": 1e-3, "warmup_steps": 2, "eta_warmup_steps": 8},
     "parallel": {"nproc_per_node": 2},
     "monitor": {"logging_steps": 1, "save_steps": 3, "save_total_limit": 2},
-    "audit": {"profile": None},
+    "audit": {"enabled": False},
 }
 _CONTEXT = multiprocessing.get_context("forkserver")
 _STAY = 15.0

@@ -28,8 +28,8 @@ from inplace_ttt.checkpoint.loading import load_base
 from inplace_ttt.diagnostics.diagnosed_model import DiagnosedModel
 from inplace_ttt.diagnostics.gradients import Gradients, Rates, first_step, gradients, summed
 from inplace_ttt.diagnostics.overrides import with_values
-from inplace_ttt.files.text import tokens_of
 from inplace_ttt.layer.overrides import with_config
+from inplace_ttt.texts.documents import documents_in, joined_tokens
 
 SMALL, TAU = 1e-4, 1e-5
 LEARNING_RATE = 1e-4
@@ -55,7 +55,7 @@ def main() -> int:
         load_base(args.model, dtype=torch.float32),
         InPlaceTTTConfig(layers=layers, chunk_size=args.chunk_size),
     )
-    ids = tokens_of(args.text, AutoTokenizer.from_pretrained(args.model), args.tokens)
+    ids = joined_tokens(documents_in([args.text]), AutoTokenizer.from_pretrained(args.model), args.tokens)
     cells = measure(DiagnosedModel.of(model, {"input_ids": ids}))
     result = {
         "command": "python tools/experiments/gradient_table.py " + " ".join(sys.argv[1:]),

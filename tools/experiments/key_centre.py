@@ -32,10 +32,10 @@ from inplace_ttt import InPlaceTTTError, load
 from inplace_ttt.cli.loading import tokenizer_of
 from inplace_ttt.evaluation.token_losses import token_losses
 from inplace_ttt.files.results import Results
-from inplace_ttt.files.text import files_in, tokens_of
 from inplace_ttt.layer.whitened_keys import WhitenedKeys
 from inplace_ttt.reports.statistics import Mean
 from inplace_ttt.surgery import fast_weights
+from inplace_ttt.texts.documents import documents_in, tokens_of
 
 RULE = {"smollm2-135m": "ridge", "gemma-3-270m": "ridge, eta 0.3"}
 """Whose conversion is read; what η is makes no difference."""
@@ -81,7 +81,7 @@ def measure(name: str, model: Model, documents: int) -> dict[str, Any]:
         model.base, model.work / kept_runs.slug(RULE[name]), "--layers", model.layers, *rule.convert
     )
     lm, tokenizer = load(converted, dtype=torch.bfloat16).eval(), tokenizer_of(str(converted))
-    files = files_in([WORK / "text" / "held-out"])[:documents]
+    files = documents_in([WORK / "text" / "held-out"])[:documents]
     rows = [tokens_of(file, tokenizer, TOKENS) for file in files]
     layers = fast_weights(lm)
     piece = next(iter(layers.values())).chunk_size

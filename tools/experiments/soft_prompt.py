@@ -36,8 +36,8 @@ from inplace_ttt.evaluation.baseline_losses import BaselineLosses
 from inplace_ttt.evaluation.token_losses import token_losses
 from inplace_ttt.families import CACHE
 from inplace_ttt.files.results import Results
-from inplace_ttt.files.text import files_in, tokens_of
 from inplace_ttt.reports.statistics import Mean
+from inplace_ttt.texts.documents import documents_in, tokens_of
 from inplace_ttt.training.data.data import build_data
 from inplace_ttt.training.data.row_order import rows_to_come
 from inplace_ttt.training.loop.parameters import schedule
@@ -119,7 +119,7 @@ def measure(seed: int, rate: float) -> dict[str, Any]:
     )
     prompt, losses = trained(model, recipe, rows_to_come(build_data(recipe, tokenizer, CHUNK).train, recipe))
     between = time.perf_counter()
-    files = files_in([WORK / "text" / "held-out"])[:DOCUMENTS]
+    files = documents_in([WORK / "text" / "held-out"])[:DOCUMENTS]
     baseline, differences, base = BaselineLosses(WORK / "without-writes"), [], []
     for file in tqdm(files, desc="reading", file=sys.stderr):
         ids = tokens_of(file, tokenizer, TOKENS)

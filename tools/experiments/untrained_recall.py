@@ -37,13 +37,13 @@ from inplace_ttt.cli.loading import tokenizer_of
 from inplace_ttt.config import InPlaceTTTConfig, KeyWhitening
 from inplace_ttt.families import locate
 from inplace_ttt.files.results import Results
-from inplace_ttt.files.text import files_in, tokens_of
 from inplace_ttt.layer.whitened_keys import WhitenedKeys
 from inplace_ttt.layout import ChunkLayout
 from inplace_ttt.ops import fast_weight
 from inplace_ttt.rules import RidgeRule, Rule, SumRule
 from inplace_ttt.surgery import convert, disable_ttt, fast_weights
 from inplace_ttt.tasks.passages import Passage
+from inplace_ttt.texts.documents import documents_in, tokens_of
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL, TEXT = ROOT / ".cache" / "smollm2-135m", ROOT / ".cache" / "text"
@@ -161,7 +161,7 @@ def documents(count: int, seed: int) -> tuple[Tensor, Tensor, list[int]]:
     """Token ids [count, T] to measure on, other ones with their passage twice, and where the passages
     start."""
     tokenizer, rows = tokenizer_of(str(MODEL)), []
-    files = list(files_in([TEXT]))
+    files = documents_in([TEXT])
     random.Random(seed).shuffle(files)
     for file in files:
         ids = tokens_of(file, tokenizer, TOKENS)[0]

@@ -29,9 +29,10 @@ from inplace_ttt import InPlaceTTTError, disable_ttt, load
 from inplace_ttt.cli.loading import tokenizer_of
 from inplace_ttt.evaluation.token_losses import token_losses
 from inplace_ttt.files.results import Results
-from inplace_ttt.files.text import begins_of, files_in, tokens_of
+from inplace_ttt.files.text import begins_of
 from inplace_ttt.reports.statistics import Mean
 from inplace_ttt.surgery import config_of
+from inplace_ttt.texts.documents import documents_in, tokens_of
 
 FROM, PAST = 2500, 512
 WAYS = ("with BOS", "without")
@@ -79,7 +80,7 @@ def measure(checkpoint: Path, documents: int) -> dict[str, Any]:
     """By how a row begins, the losses of each document."""
     lm, tokenizer = load(checkpoint, dtype=torch.bfloat16).eval(), tokenizer_of(str(checkpoint))
     begins = torch.tensor([begins_of(tokenizer)], dtype=torch.int64)
-    texts = (tokens_of(file, tokenizer, FROM + TOKENS) for file in files_in([WORK / "text" / "held-out"]))
+    texts = (tokens_of(file, tokenizer, FROM + TOKENS) for file in documents_in([WORK / "text" / "held-out"]))
     rows = [ids[:, FROM:] for ids in texts if ids.shape[1] == FROM + TOKENS][:documents]
     found = {
         way: {f"{what} {part}": [] for what in ("off", "on - off") for part in ("first", "after")}

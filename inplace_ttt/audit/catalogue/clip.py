@@ -9,7 +9,7 @@ CLIP: tuple[Item, ...] = (
         "The clip belongs to inference.", "high", "No clip at all.",
         "At τ = 1e-5 it takes nearly all gradient away; a port blamed that on its initialization.",
         "UpdateClip(mode=\"inference\"), or declare it.",
-        clip.clip_training, own_clip=True,
+        clip.clip_training, own_clip=True, choice=True,
     ),
     Item(
         "clip-inference", "A chunk's delta is clipped at inference", "Appendix C.2, Clipping",
@@ -17,7 +17,7 @@ CLIP: tuple[Item, ...] = (
         "No clip.",
         "A clip bounds the damage that one chunk can do.",
         "State the clip with every result.",
-        clip.clip_inference, absent=True, own_clip=True,
+        clip.clip_inference, absent=True, own_clip=True, choice=True,
     ),
     Item(
         "clip-scope", "The clip bounds each chunk's delta, not their sum", "Appendix C.2, Clipping",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ..arguments import path
+from ..arguments import add_texts
 from . import long_context
 
 EXAMPLES = """examples:
@@ -16,12 +16,5 @@ EXAMPLES = """examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     long_context.add_samples(parser, "qa1 to qa5 (default: all)", "as in the benchmark")
-    parser.add_argument(
-        "--text",
-        type=path,
-        required=True,
-        nargs="+",
-        metavar="PATH",
-        help="UTF-8 texts to hide facts in, or folders of .txt; BABILong uses PG-19's books",
-    )
+    add_texts(parser, "--text", "texts to hide facts in (BABILong takes PG-19's books)")
     long_context.add_run(parser)

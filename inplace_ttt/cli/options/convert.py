@@ -8,7 +8,7 @@ from typing import Any
 from ...config import PRESETS, InPlaceTTTConfig
 from ...errors import InPlaceTTTError
 from ...files.settings import override
-from ..arguments import MOST_TOKENS, add_push, path, refuse_without_effect, whole
+from ..arguments import MOST_TOKENS, add_push, add_texts, device, path, refuse_without_effect, whole
 
 EXAMPLES = """examples:
   inplace-ttt convert HuggingFaceTB/SmolLM2-135M smollm2-ttt
@@ -41,18 +41,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="any setting, such as kernel_size=3 or whitening.rank=256",
     )
-    parser.add_argument(
+    add_texts(
+        parser,
         "--calibrate",
-        nargs="+",
-        type=path,
-        metavar="PATH",
-        help="texts or folders of .txt for calibration, if the preset needs it (as ridge does)",
+        "texts to measure the preset's extensions on (see --preset ridge)",
+        required=False,
     )
     parser.add_argument(
         "--calibrate-tokens",
         type=whole(1, MOST_TOKENS),
         metavar="N",
         help="tokens of them to read (default: 32768)",
+    )
+    parser.add_argument(
+        "--device",
+        type=device,
+        metavar="DEVICE",
+        help="where to calibrate: cpu or cuda (default: a GPU if there is one)",
     )
     parser.add_argument(
         "--adapter-only", action="store_true", help="write only the new tensors, to load onto the base"
@@ -66,7 +71,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    refuse_without_effect(args, calibrate_tokens=("calibrate",))
+    refuse_without_effect(
+        args, calibrate_tokens=("calibrate",), text_field=("calibrate",), device=("calibrate",)
+    )
     chosen_config(args)
 
 

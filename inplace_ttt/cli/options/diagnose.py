@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ..arguments import MOST_TOKENS, dtype, number, path, whole
+from ..arguments import MOST_TOKENS, add_texts, dtype, number, path, whole
 
 EXAMPLES = """examples:
   inplace-ttt diagnose ./smollm2-ttt --text book.txt --out diagnosis
@@ -17,13 +17,7 @@ TOKENS = 2048
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", type=path, metavar="PATH", help="converted checkpoint or adapter folder")
-    parser.add_argument(
-        "--text",
-        type=path,
-        required=True,
-        metavar="PATH",
-        help="UTF-8 text, read as one document from its start",
-    )
+    add_texts(parser, "--text", "text to read as one document from its start", several=False)
     parser.add_argument(
         "--out",
         type=path,

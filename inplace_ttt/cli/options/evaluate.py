@@ -6,7 +6,7 @@ import argparse
 
 from ...errors import InPlaceTTTError
 from ...tasks.facts import MOST as MOST_RECORDS
-from ..arguments import MOST_TOKENS, dtype, numbers, path, refuse_without_effect, seed, whole
+from ..arguments import MOST_TOKENS, add_texts, dtype, numbers, path, refuse_without_effect, seed, whole
 
 EXAMPLES = """examples:
   inplace-ttt evaluate ./smollm2-ttt --text speeches/ --documents 24 --tokens 2048
@@ -30,14 +30,7 @@ BLOCK = 512
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", type=path, metavar="PATH", help="converted checkpoint or adapter folder")
-    parser.add_argument(
-        "--text",
-        type=path,
-        required=True,
-        nargs="+",
-        metavar="PATH",
-        help="UTF-8 text files, or folders of .txt; one file is one document",
-    )
+    add_texts(parser, "--text", "documents to read, one per text file or record")
     parser.add_argument(
         "--base",
         type=path,

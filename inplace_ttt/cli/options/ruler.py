@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ..arguments import path
+from ..arguments import add_texts, path, refuse_without_effect
 from . import long_context
 
 EXAMPLES = """examples:
@@ -17,11 +17,12 @@ EXAMPLES = """examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     tasks = "RULER's names (default: all; qa_1 and qa_2 if --qa gives their files)"
     long_context.add_samples(parser, tasks, "the benchmark's own: 500")
-    parser.add_argument(
+    add_texts(
+        parser,
         "--haystack",
-        type=path,
-        metavar="PATH",
-        help="UTF-8 text to hide needles in; RULER uses Paul Graham's essays",
+        "text to hide needles in (RULER takes Paul Graham's essays)",
+        several=False,
+        required=False,
     )
     parser.add_argument(
         "--qa",
@@ -32,3 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="questions of qa_1, then of qa_2 (see docs/evaluate.md)",
     )
     long_context.add_run(parser)
+    parser.set_defaults(check=check)
+
+
+def check(args: argparse.Namespace) -> None:
+    long_context.check(args)
+    refuse_without_effect(args, text_field=("haystack",))

@@ -37,8 +37,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="start from the beginning although the output has checkpoints",
     )
-    parser.add_argument(
-        "--no-audit",
-        action="store_true",
-        help="start although the run has undeclared deviations from the paper",
-    )
+    parser.add_argument("--no-audit", action="store_true", help="skip the audit before the first step")

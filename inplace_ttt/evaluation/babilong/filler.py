@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import count
 
 from ...errors import InPlaceTTTError
-from ...files.text import files_in, read_text
+from ...texts.documents import documents_in
 from .world import PEOPLE, ROOMS, THINGS
 
 _SENTENCE = re.compile(r"""(?<=[.!?]) |(?<=[.!?]["'”’)]) """)
@@ -34,13 +34,13 @@ class Filler:
         InPlaceTTTError: if no sentence is left.
     """
 
-    def __init__(self, paths: Sequence[str]) -> None:
-        files = files_in(paths)
-        text = " ".join(" ".join(read_text(file).split()) for file in files)
+    def __init__(self, paths: Sequence[str], text_field: str | None = None) -> None:
+        documents = documents_in(paths, "--text", text_field)
+        text = " ".join(" ".join(document.text().split()) for document in documents)
         self.sentences = [sentence for sentence in _SENTENCE.split(text) if sentence and _fits(sentence)]
         if not self.sentences:
             raise InPlaceTTTError(
-                f"{', '.join(map(str, files[:3]))} holds no sentences of up to {_LONGEST} words to hide "
+                f"{', '.join(document.name for document in documents[:3])} holds no sentences of up to {_LONGEST} words to hide "
                 "facts among; give a long text."
             )
 

@@ -13,6 +13,7 @@ from typing import Any
 from ...errors import InPlaceTTTError, how_to_install, one_line
 from ...files.json_files import parse_json
 from ...files.text import read_text
+from ...texts.documents import documents_in
 
 NOISE = (
     "The grass is green.",
@@ -65,9 +66,12 @@ class Material:
         questions: paths of JSON files, as in `read_questions`.
     """
 
-    def __init__(self, haystack: str | None = None, questions: Sequence[str] = ()) -> None:
+    def __init__(
+        self, haystack: str | None = None, questions: Sequence[str] = (), text_field: str | None = None
+    ) -> None:
         self.haystack_name = haystack
-        self._haystack = "" if haystack is None else " ".join(read_text(haystack).split())
+        documents = [] if haystack is None else documents_in([haystack], "--haystack", text_field)
+        self._haystack = " ".join(" ".join(document.text().split()) for document in documents)
         if haystack is not None and not self._haystack:
             raise InPlaceTTTError(f"{haystack} holds no text; give a long UTF-8 text.")
         self.questions = [read_questions(path) for path in questions]

@@ -9,7 +9,7 @@ RECIPE: tuple[Item, ...] = (
         "Base and TTT model go through the same curriculum; nothing is said to be frozen.", "medium", "All parameters.",
         "A frozen base cannot adapt to being written to, and the comparison with the baseline is another one.",
         "trainable: all, or declare what is trained.",
-        probes.trained_parameters,
+        probes.trained_parameters, choice=True,
     ),
     Item(
         "learning-rate", "Learning rate", "Tables 6, 7; from scratch Tables 4, 5, 8",
@@ -31,7 +31,7 @@ RECIPE: tuple[Item, ...] = (
         "Cosine, warm-up 2 %.",
         "The first Adam steps move a zero convolution by a large part of its later norm.",
         "State it with every result.",
-        probes.schedule,
+        probes.schedule, choice=True,
     ),
     Item(
         "optimiser", "Optimiser and gradient clipping", "Tables 4 to 8",
@@ -39,7 +39,7 @@ RECIPE: tuple[Item, ...] = (
         "AdamW (0.9, 0.95), clipping 1.0.",
         "They set how hard the first steps of conv and P are.",
         "State them with every result.",
-        probes.optimiser,
+        probes.optimiser, choice=True,
     ),
     Item(
         "token-budget", "Tokens of training", "Tables 4-8",

@@ -43,9 +43,12 @@ def small_model(recipe: Recipe) -> PreTrainedModel:
             .from_config(config, dtype=getattr(torch, recipe.model.dtype), attn_implementation=attention)
             .eval()
         )
-        convert(model, _narrowed_ttt(ttt, factor))
+        narrow = _narrowed_ttt(ttt, factor)
+        convert(model, narrow)
         if ttt.needs_calibration:
-            calibrate(model, [torch.randint(config.get_text_config().vocab_size, (1, _CALIBRATION_TOKENS))])
+            rank = 0 if narrow.whitening is None else narrow.whitening.rank
+            tokens = max(_CALIBRATION_TOKENS, 2 * rank if isinstance(rank, int) else 0)
+            calibrate(model, [torch.randint(config.get_text_config().vocab_size, (1, tokens))])
     if recipe.model.window is not None:
         set_attention_window(model, recipe.model.window.size, recipe.model.window.sinks)
     return model

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 from ...errors import InPlaceTTTError
 from ...files.text import KNOWN_IDS, begins_of
 from ...tasks.recall import recall_data
+from ...texts.json_lines import TOKENS
+from ...texts.sources import Source, find, open_source, root_cause
 from ..recipe.data_section import Data
 from ..recipe.recipe import Recipe
 from ..ulysses import check_sharing
 from .mixture import Given, describe, mixed
 from .packing import Size, count, lay_out, pack
 from .report import DataReport, Tally, make_report
-from .sources import TOKENS, Source, find, open_source, root_cause
 from .streams import Documents, RowStream, open_stream
 from .tokenising import digest_of, token_features, tokenise
 
@@ -162,8 +163,8 @@ def _from_files(job: _Job, cache: Path) -> TrainingData:
 
     data = job.recipe.data
     sources, held_sources = (
-        find(data.train, data.format, "train"),
-        find(data.validation, data.format, "validation"),
+        _sources(data, "train"),
+        _sources(data, "validation"),
     )
     tokenised = [_tokenised(job, source, cache) for source in sources]
     documents, source_ends = concatenate_datasets(tokenised), np.cumsum([len(part) for part in tokenised])
@@ -212,6 +213,11 @@ def _from_files(job: _Job, cache: Path) -> TrainingData:
     )
 
 
+def _sources(data: Data, role: str) -> list[Source]:
+    """Returns the sources that `data.train` or `data.validation` (the role) names."""
+    return [find(name, data.reading, role, f"data.{role}") for name in getattr(data, role)]
+
+
 def _order(documents: Dataset, shuffle: bool, seed: int) -> tuple[np.ndarray, int]:
     """The documents that are not empty, in the order of packing, and how many are."""
     import numpy as np
@@ -237,7 +243,7 @@ def _hold_out(order: np.ndarray, wanted: int, seed: int) -> tuple[np.ndarray, np
 def _tokenised(job: _Job, source: Source, cache: Path) -> Dataset:
     """Its documents as input_ids, length and digest; from the cache where they were tokenised before."""
     data = job.recipe.data
-    records, column = open_source(source, data, streaming=False)
+    records, column = open_source(source, data.reading, streaming=False)
     key = _key(_FORMAT, records._fingerprint, column, job.tokenizer_key)
     processes = data.processes or min(os.cpu_count() or 1, records.data.nbytes // _BYTES_A_PROCESS)
     return records.map(
@@ -322,8 +328,8 @@ def _streamed(job: _Job) -> TrainingData:
 
     data, length = job.recipe.data, job.recipe.data.sequence_length
     sources, held_sources = (
-        find(data.train, data.format, "train"),
-        find(data.validation, data.format, "validation"),
+        _sources(data, "train"),
+        _sources(data, "validation"),
     )
 
     def stream(sources: list[Source], shuffle: bool, **settings: Any) -> Documents:

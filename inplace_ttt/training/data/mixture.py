@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...errors import InPlaceTTTError
-from .sources import Source
+from ...texts.sources import Source
 
 if TYPE_CHECKING:
     import numpy as np

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import InPlaceTTTError
+from ...texts.sources import Source
 from ..recipe.recipe import Recipe
 from .packing import PackingCounts
-from .sources import Source
 
 FEW_LONG = 0.5
 MUCH_PADDING = 0.25

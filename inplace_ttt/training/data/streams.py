@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from torch.utils.data import IterableDataset
 
 from ...errors import InPlaceTTTError
+from ...texts.json_lines import TOKENS
+from ...texts.sources import Source, open_source, read_error
 from ..recipe.data_section import Data
 from .mixture import furthest_behind
 from .packing import pack_pieces
-from .sources import TOKENS, Source, open_source, read_error
 from .tokenising import token_features, tokenise
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class Position:
 def open_stream(source: Source, data: Data, tokenizer: Any, shuffle: bool) -> Opened:
     """The source, and a call that gives its documents as input_ids, length, lead and digest, in another order
     for each pass if shuffled."""
-    records, column = open_source(source, data, streaming=True)
+    records, column = open_source(source, data.reading, streaming=True)
     to_tokens = functools.partial(tokenise, column=column, tokenizer=tokenizer, source=source.name)
 
     def documents(passes: int) -> datasets.IterableDataset:
@@ -124,7 +125,7 @@ class _Reader:
         except InPlaceTTTError:
             raise
         except Exception as error:
-            raise read_error([self.source], self.data, error) from None
+            raise read_error([self.source], self.data.reading, error) from None
         place = self.place
         if document is None:
             self.place, self._stream = Place(place.passes + 1, 0, place.tokens), None

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import InPlaceTTTError, shown
 from ...files.text import KNOWN_IDS, begins_of, refuse_beyond, with_one_beginning
+from ...texts.chats import CHAT, chat_text
+from ...texts.json_lines import TOKENS, text_of
 from .packing import lead_of
-from .sources import TOKENS
 
 if TYPE_CHECKING:
     import numpy as np
@@ -64,11 +65,9 @@ def _read(texts: Sequence[Any], column: str, tokenizer: Any, source: str) -> Ite
     few: list[str] = []
     begins = begins_of(tokenizer)
     for i, text in enumerate(texts):
-        if not isinstance(text, str | None):
-            raise InPlaceTTTError(
-                f"the field {column!r} of {source} holds {type(text).__name__}, not text; set "
-                "data.text_field."
-            )
+        if column == CHAT and text is not None:
+            text = chat_text(text, tokenizer, source)
+        text = text_of(text, column, source, "data.text_field")
         few.append(text if text and text.strip() else "")
         if i + 1 == len(texts) or sum(map(len, few)) >= _CHARACTERS:
             for kept, read in zip(few, tokenizer(few, verbose=False)["input_ids"], strict=True):

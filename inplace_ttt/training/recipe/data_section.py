@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ...files.schema import at_least, at_most, require
+from ...texts.sources import Reading
 
 MOST = 2**31 - 1
 """Of any number that sizes something."""
@@ -154,3 +155,8 @@ class Data:
             "validation_documents",
             "has no effect beside validation",
         )
+
+    @property
+    def reading(self) -> Reading:
+        """How the sources' records are read."""
+        return Reading(self.format, self.text_field, self.split, self.cache, "data.text_field", "data.format")

@@ -264,9 +264,16 @@ class Deviation:
 
 @dataclass(frozen=True)
 class Audit:
-    """The gate before the first step. profile: what the run is held against; None skips it."""
+    """The audit before the first step.
 
-    profile: Literal["paper", "official", "ttt_ntp"] | None = "paper"
+    Attributes:
+        profile: what the run claims to be. An undeclared deviation from it stops the run. None claims nothing:
+            deviations from the paper are reported, and only a fault stops the run.
+        enabled: False skips the audit.
+    """
+
+    profile: Literal["paper", "official", "ttt_ntp"] | None = None
+    enabled: bool = True
     deviations: list[Deviation] = field(default_factory=list)
 
     def __post_init__(self) -> None:

@@ -163,8 +163,8 @@ def prepare(recipe: Recipe, meeting: Meeting, start: Start, resume: bool, audit:
     if start.leads:
         refuse_others(recipe, start.done if resume else 0)
         claim(output)
-    if audit and recipe.audit.profile is not None and main and is_new:
-        refuse_undeclared(recipe, data, output)
+    if audit and recipe.audit.enabled and main and is_new:
+        hold_audit(recipe, shape, data, output)
     meeting.gather("prepared")
     open_group(meeting, recipe)
     settle(start, output, from_scratch=not resume)
@@ -213,15 +213,32 @@ def prepare(recipe: Recipe, meeting: Meeting, start: Start, resume: bool, audit:
     return Prepared(trainer, speed, data, start, warnings)
 
 
-def refuse_undeclared(recipe: Recipe, data: TrainingData, output: Path) -> None:
-    """The audit before the first step, written beside the run; NotSoError on an undeclared deviation."""
+def hold_audit(recipe: Recipe, shape: PreTrainedModel, data: TrainingData, output: Path) -> None:
+    """Audits the run and writes the report into its folder.
+
+    Raises:
+        NotSoError: if a fault is found; of a recipe with a profile, also if it deviates undeclared.
+    """
+    profile = recipe.audit.profile
+    if profile is None and config_of(shape).target == "gradient":
+        logger.warning("the run is not audited: the audit does not cover target: gradient")
+        return
     report = audit_recipe(recipe, data=data)
     page = write_report(report, output)
-    if report.undeclared:
+    if profile is not None and report.undeclared:
         raise NotSoError(
-            f"the run deviates from the {recipe.audit.profile} profile in {', '.join(report.undeclared)} "
-            f"without saying so; read {page}, "
-            "then declare each with a reason under audit.deviations, or start with --no-audit."
+            f"the run deviates from the {profile} profile in {', '.join(report.undeclared)}; read {page}, then "
+            "declare each with a reason under audit.deviations, leave out audit.profile, or start with "
+            "--no-audit."
+        )
+    if report.faults:
+        raise NotSoError(
+            f"the audit found faults in {', '.join(report.faults)}; read {page}, correct them, or start with "
+            "--no-audit."
+        )
+    if report.undeclared:
+        logger.warning(
+            "the run deviates from the paper in %s; %s has the reasons", ", ".join(report.undeclared), page
         )
 
 

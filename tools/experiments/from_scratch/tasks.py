@@ -11,9 +11,9 @@ from torch import Tensor
 
 from inplace_ttt.errors import InPlaceTTTError
 from inplace_ttt.files.paths import require_regular
-from inplace_ttt.files.text import files_in
 from inplace_ttt.tasks import IGNORED
 from inplace_ttt.tasks.recall import recall_data
+from inplace_ttt.texts.documents import documents_in
 
 from .settings import Recall, Scratch, Text
 
@@ -78,9 +78,10 @@ class TextTask(Task):
 
     def __init__(self, settings: Text, length: int, batch_size: int) -> None:
         self.settings, self.length, self.batch_size = settings, length, batch_size
-        held_out = files_in(settings.held_out)
+        held_out = [Path(document.name) for document in documents_in(settings.held_out)]
         kept = {file.resolve() for file in held_out}
-        train = [file for file in files_in(settings.train) if file.resolve() not in kept]
+        texts = (Path(document.name) for document in documents_in(settings.train))
+        train = [file for file in texts if file.resolve() not in kept]
         if not train:
             raise InPlaceTTTError("text.held_out names every file of text.train; leave some to train on.")
         self.train = [text for text in map(read_bytes, train) if len(text) >= length]

@@ -12,12 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from ...errors import InPlaceTTTError, shown
-from ...files.json_files import parse_json
+from ..errors import InPlaceTTTError, shown
+from ..files.json_files import parse_json
+from .chats import CHAT, turns
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
+TOKENS = "input_ids"
+"""The field of a record that holds its token ids."""
 _LINE = "text"
 """The column that `datasets` puts lines into."""
 _PROBED = 1000
@@ -49,7 +52,7 @@ def holds_lines(file: Path) -> bool:
         return False
 
 
-def fields_of(lines: Dataset | IterableDataset) -> list[str]:
+def fields_of(lines: Dataset | IterableDataset, source: str) -> list[str]:
     """Names of the fields of the first records, in the order of their first use; empty where there are no
     records."""
     found: dict[str, None] = {}
@@ -57,30 +60,41 @@ def fields_of(lines: Dataset | IterableDataset) -> list[str]:
         if number == _PROBED:
             break
         if record[_LINE].strip():
-            found |= dict.fromkeys(_record(record[_LINE], "", number))
+            found |= dict.fromkeys(_record(record[_LINE], source, number))
     return list(found)
 
 
-def field_of_lines(lines: Any, field: str, is_tokens: bool, source: str) -> Any:
-    """The records with one column, `field`, that holds text or, with `is_tokens`, token ids; None where a
-    record lacks it."""
+def field_of_lines(lines: Any, field: str, source: str, option: str) -> Any:
+    """Returns the records with one column, `field`; None if a record lacks it.
+
+    The column holds token ids if it is `input_ids`, a chat if it is `messages`, else text.
+
+    Args:
+        option: the option that names the field, for errors.
+    """
     from datasets import Features, List, Value
 
-    take = functools.partial(_take, field=field, is_tokens=is_tokens, source=source)
-    features = Features({field: List(Value("int64")) if is_tokens else Value("string")})
+    text = Value("string")
+    columns = {TOKENS: List(Value("int64")), CHAT: List({"role": text, "content": text})}
+    take = functools.partial(_take, field=field, source=source, option=option)
+    features = Features({field: columns.get(field, text)})
     return lines.map(take, batched=True, with_indices=True, remove_columns=[_LINE], features=features)
 
 
 def _take(
-    batch: Mapping[str, Sequence[str]], numbers: Sequence[int], field: str, is_tokens: bool, source: str
+    batch: Mapping[str, Sequence[str]], numbers: Sequence[int], field: str, source: str, option: str
 ) -> dict[str, list[Any]]:
-    check = _token_ids if is_tokens else _text
     records = (
         _record(line, source, number)
         for line, number in zip(batch[_LINE], numbers, strict=True)
         if line.strip()
     )
-    return {field: [check(record.get(field), field, source) for record in records]}
+    values = (record.get(field) for record in records)
+    if field == TOKENS:
+        return {field: [_token_ids(value, field, source) for value in values]}
+    if field == CHAT:
+        return {field: [None if value is None else turns(value, source) for value in values]}
+    return {field: [text_of(value, field, source, option) for value in values]}
 
 
 def _record(line: str, source: str, number: int) -> dict[str, Any]:
@@ -98,10 +112,11 @@ def _record(line: str, source: str, number: int) -> dict[str, Any]:
     return record
 
 
-def _text(value: Any, field: str, source: str) -> str | None:
+def text_of(value: Any, field: str, source: str, option: str) -> str | None:
+    """Returns the value of a text field. Raises InPlaceTTTError if it is not text."""
     if not isinstance(value, str | None):
         raise InPlaceTTTError(
-            f"the field {field!r} of {source} holds {type(value).__name__}, not text; set data.text_field."
+            f"the field {field!r} of {source} holds {type(value).__name__}, not text; set {option}."
         )
     return value
 
