@@ -27,20 +27,28 @@ The second argument is the expected value.
 class Item:
     """One requirement that an implementation can meet or miss.
 
-    id, title: how reports name it. paper_ref: where the paper says it. paper: what it says.
-    sure: "high", read in the text; "medium", our reading of an ambiguous passage; "low", inferred.
-    public_code: what the authors' code does. why: why it matters. remedy: what to do about a deviation.
-    probe: the function that decides it. on_model: the one for a whole converted model, where that sees more.
-    expected: by profile, what the probe compares with. absent: the public code does not have it, so that
-        having it is an
-    extension under the profile `official`. own_clip: it is about the module's own clip, which is off for the
-    other items.
-    choice: about a setting that a user may choose, as are the items with `expected`; a deviation is not a
-        fault.
-    silent: it is decided on a module that writes nothing, too. named_by: ids of items that may say what is
-        wrong where this one only
-    sees that something is; it is not checked where one of them deviates. by_settings: for a model whose layer
-    the probes cannot drive, what its settings say; that it does as they say is `declared-rule`'s.
+    Attributes:
+        id: name in reports and declarations.
+        title: one line for reports.
+        paper_ref: section, equation, table or algorithm line of the paper.
+        paper: the requirement, as the paper has it.
+        sure: "high" if read in the text, "medium" for our reading of an ambiguous passage, "low" if inferred.
+        public_code: the behavior of the authors' code.
+        why: the damage that a deviation does.
+        remedy: the fix for a deviation.
+        probe: decides the item on one layer, or on a training run; None if only a whole model can show it.
+        on_model: decides the item on a whole converted model, where that shows more than one layer does.
+        expected: the value that the probe compares with, by profile.
+        absent: the public code lacks the feature. Under the profile `official` the feature is then an
+            extension.
+        choice: the item is about a setting that users may choose, as are those with `expected`. Its deviation is
+            not a fault.
+        own_clip: the item measures the module's own clip, which is off while the other items are measured.
+        silent: the item is decided even on a module that writes nothing.
+        named_by: ids of items that can name the fault which this item only detects. A deviation of this item
+            counts as "not checked" if one of them deviates.
+        by_settings: decides the item from the settings of a model whose layer the probes cannot drive.
+            `declared-rule` measures that the model follows its settings.
     """
 
     id: str
