@@ -24,7 +24,7 @@ _TAIL = 16
 """Tokens at the end of a cut text that may differ from those of the whole text."""
 _MOST_RECORDS = 10_000
 _MOST_CHARACTERS = 1 << 28
-"""Of the records of one source: they are held in memory. Text files are read when they are needed."""
+"""Limits per source, because records are held in memory. Text files are read when they are needed."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,4 @@
-"""Files of one JSON object per line, of which one field is read: what stands in the other fields, in which
-types, does not matter."""
+"""Reads one field of files with one JSON object per line. Other fields may have any type."""
 
 from __future__ import annotations
 

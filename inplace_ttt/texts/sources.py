@@ -306,7 +306,7 @@ def _open_files(
 
 
 def read_error(sources: Sequence[Source], reading: Reading, error: BaseException) -> InPlaceTTTError:
-    """What is wrong with sources that cannot be read, and in which of their files."""
+    """Returns the error for sources that cannot be read, with the file at fault."""
     if sources[0].kind == "hub":
         return InPlaceTTTError(
             f"{sources[0].name} is no file or folder here, and no dataset that can be read from the hub "
@@ -345,8 +345,7 @@ def _culprit(sources: Sequence[Source], reading: Reading) -> tuple[str, BaseExce
 
 
 def _differing_field(sources: Sequence[Source], reading: Reading) -> str | None:
-    """Of files that can be read on their own and not together: two whose first records have other types in a
-    field, and which."""
+    """Returns the first field that has different types in two files, which are readable alone but not together."""
     for source in sources:
         seen: dict[str, tuple[str, Path]] = {}
         for file in source.files if source.kind not in ("saved", "hub") else ():
@@ -363,7 +362,7 @@ def _differing_field(sources: Sequence[Source], reading: Reading) -> str | None:
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """What `datasets` wraps in errors of its own."""
+    """Returns the error that `datasets` wrapped in its own."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error

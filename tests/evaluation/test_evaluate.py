@@ -139,7 +139,7 @@ def test_the_same_command_gives_the_same_numbers_and_a_table(
         (["--text", "TEXTS", "--tokens", "0"], "at least 1"),
         (["--text", "TEXTS", "--skip", "-1"], "0 or more"),
         (["--text", "FOLDER"], "holds no documents"),
-        (["--text", "TEXTS", "--out", "TEXTS"], "is what the command reads"),
+        (["--text", "TEXTS", "--out", "TEXTS"], "is an input of this command"),
         (["--text", "TEXTS", "--base", "nowhere/at/all"], "nowhere/at/all"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
