@@ -1,9 +1,12 @@
 """The clip c = min(1, τ / ‖D‖) of each chunk's delta D = VᵀZ, and its gradient, without computing D.
 
 Let R be the gradient of cD. Then dD = c (R - k D), where k = ⟨D, R⟩ / ‖D‖² if c < 1, else 0. The walk
-supplies cR, so dV = Z (cR)ᵀ and dZ = V (cR) exist before, and ⟨D, cR⟩ = ⟨dV, V⟩. Since Z Dᵀ = (Z Zᵀ) V and V
-D = (V Vᵀ) Z, the second term costs 2 C²(d + h) multiply-adds per chunk. Through D itself it would cost 3
-C·d·h, which is more for chunks below 1.5 dh / (d + h) tokens.
+supplies cR, so dV = Z (cR)ᵀ and dZ = V (cR) are already computed, and ⟨D, cR⟩ = ⟨dV, V⟩. The second term uses
+
+    Z Dᵀ = (Z Zᵀ) V        V D = (V Vᵀ) Z
+
+and costs 2 C²(d + h) multiply-adds per chunk. Through D itself it would cost 3 C·d·h, which is more for chunks
+below 1.5 dh / (d + h) tokens.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The slots of a call are filled in groups of as many as the memory limit allows. One launch fills a group, of
 any number of documents, and the products that read it run before the next launch overwrites it. A document
 that is split between groups continues from a sum in memory. The tables are copied to the device once per
-plan, without a wait of the host for the device's other work.
+plan; the host does not wait for the device's other work.
 """
 
 from __future__ import annotations

@@ -107,11 +107,10 @@ def measure(
             GPU.
 
     Returns:
-        One dict per formulation: its name; median, min and max seconds; the ratio of its time to the plain
-            linear's.
-        The ratio is the median of paired runs, with the range. Further: peak bytes beyond those of the plain
-        linear's run, and the rate (TFLOP/s) of 7 products in its time. A formulation that does not fit into
-        the GPU's memory has `out_of_memory` instead of figures.
+        One dict per formulation. It holds the name; median, min and max seconds; the ratio of its time to the
+        plain linear's (median of paired runs, with the range); peak bytes beyond those of the plain linear's
+        run; and the rate (TFLOP/s) of 7 products in its time. A formulation that does not fit into the GPU's
+        memory has `out_of_memory` instead of figures.
 
     Raises:
         InPlaceTTTError: If the tokens are not a multiple of the chunk size.

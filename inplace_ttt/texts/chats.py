@@ -29,7 +29,7 @@ def chat_text(chat: Any, tokenizer: Any, source: str) -> str:
     """Returns a chat as the text that the tokenizer's chat template makes of it.
 
     Raises:
-        InPlaceTTTError: if the tokenizer has no chat template, or the template refuses the chat.
+        InPlaceTTTError: if the tokenizer lacks a chat template, or the template refuses the chat.
     """
     if getattr(tokenizer, "chat_template", None) is None:
         raise InPlaceTTTError(

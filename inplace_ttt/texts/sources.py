@@ -120,7 +120,7 @@ def find(name: str, reading: Reading, role: str, option: str) -> Source:
         option: the option that the user gave the name to, for errors.
 
     Raises:
-        InPlaceTTTError: if there is nothing of that name, or its files have no known format or several.
+        InPlaceTTTError: if nothing has that name, or its files have an unknown format or several.
     """
     path = Path(name).expanduser()
     if reading.format == "hub":
