@@ -130,7 +130,15 @@ def device(name: str) -> str:
 def add_texts(
     parser: ArgumentParser, option: str, help: str, *, several: bool = True, required: bool = True
 ) -> None:
-    """Adds an option that names texts, and `--text-field` for those that are records (`texts.documents`)."""
+    """Adds an option for texts, and `--text-field` for texts in records (see `texts.documents`).
+
+    Args:
+        parser: of the verb.
+        option: such as "--text".
+        help: beginning of the option's help.
+        several: allow more than one text.
+        required: make the option mandatory.
+    """
     parser.add_argument(
         option,
         type=path,

@@ -1,4 +1,4 @@
-"""Runs `inplace-ttt babilong PATH --lengths 1024,4096 --text PATH…`."""
+"""Runs `inplace-ttt babilong PATH --lengths 1024,4096 --text TEXT…`."""
 
 from __future__ import annotations
 

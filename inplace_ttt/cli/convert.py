@@ -119,7 +119,10 @@ def _new_tensors(
 def _rows_to_calibrate_on(
     args: argparse.Namespace, plan: ConversionPlan
 ) -> list[tuple[Document, Tensor]] | None:
-    """Files, and token ids [1, T] of them to measure on; None where the config needs no measurement."""
+    """Returns documents with their token ids [1, T] for the calibration.
+
+    Returns None if the config needs no calibration.
+    """
     if not plan.config.needs_calibration:
         if args.calibrate:
             raise InPlaceTTTError(
@@ -128,7 +131,7 @@ def _rows_to_calibrate_on(
         return None
     if not args.calibrate:
         raise InPlaceTTTError(
-            "these settings need calibration; give texts like those to be read with --calibrate PATH…"
+            "these settings need calibration; give texts like those to be read with --calibrate TEXT…"
         )
     tokenizer = tokenizer_of(args.src, model=plan.model)
     return calibration_rows(
@@ -139,7 +142,7 @@ def _rows_to_calibrate_on(
 
 
 def _calibration(rows: list[tuple[Document, Tensor]]) -> dict[str, Any]:
-    """What the card says of the text that was measured on."""
+    """Returns the card's facts about the calibration texts."""
     tokens = torch.cat([row[0] for _, row in rows]).to(torch.int64)
     digest = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
     return {

@@ -1,4 +1,4 @@
-"""Runs `inplace-ttt diagnose PATH --text PATH --out DIR`."""
+"""Runs `inplace-ttt diagnose PATH --text TEXT --out DIR`."""
 
 from __future__ import annotations
 

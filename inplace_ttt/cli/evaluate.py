@@ -1,4 +1,4 @@
-"""Runs `inplace-ttt evaluate PATH --text PATH…`."""
+"""Runs `inplace-ttt evaluate PATH --text TEXT…`."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> Result:
     _warn_of_what_is_seen(args, model, passage)
     baseline = BaselineLosses(args.cache)
     say_now()
-    # first: it refuses texts that are too short
+    # first, because it refuses texts that are too short
     facts = _facts(args, model, tokenizer, given, chosen, protocol) if args.facts else None
     result = compare(model, documents, protocol, base, baseline=baseline, progress=True)
     if args.repeated_passage:

@@ -155,11 +155,11 @@ def _to_device(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def default_device() -> str:
-    """Returns where verbs run a model: on the GPU, if there is one."""
+    """Returns the device on which verbs run a model: a GPU if there is one, else the CPU."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def require_device(name: str) -> None:
-    """Raises InPlaceTTTError if `--device` names a GPU that this machine does not have."""
+    """Raises InPlaceTTTError if `--device` names a GPU that this machine lacks."""
     if name.startswith("cuda") and (torch.device(name).index or 0) >= torch.cuda.device_count():
         raise InPlaceTTTError(f"--device {name} is not on this machine.")

@@ -36,7 +36,7 @@ def _refuse_without_files(tasks: tuple[RulerTask, ...], args: argparse.Namespace
         raise InPlaceTTTError(f"--qa takes a file for qa_1 and one for qa_2, got {len(args.qa)}.")
     if not args.haystack and (need := [task.name for task in tasks if task.haystack]):
         raise InPlaceTTTError(
-            f"{', '.join(need)} hide needles in a text; give one with --haystack PATH, or name other --tasks."
+            f"{', '.join(need)} hide needles in a text; give one with --haystack TEXT, or name other --tasks."
         )
     for task in tasks:
         number = task.questions

@@ -1,4 +1,4 @@
-"""UTF-8 text files, and texts as token ids."""
+"""Reads UTF-8 text files, and converts texts to token ids."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ _PIECE = 1 << 20
 UTF8 = "utf-8-sig"
 """Drops the byte order mark that some editors put first, since it is not part of the text."""
 KNOWN_IDS = "inplace_ttt_known_ids"
-"""Attribute of a tokenizer with special tokens beyond its model's embeddings: how many ids the model
-knows."""
+"""Attribute of a tokenizer with special tokens beyond its model's embeddings.
+
+Its value is the number of ids that have an embedding.
+"""
 
 
 def document_ids(tokenizer: Any, text: str, source: str) -> list[int]:
@@ -124,7 +126,11 @@ def read_text(path: str | os.PathLike[str], what: str = "") -> str:
 
 
 def start_of(path: str | os.PathLike[str], size: int) -> tuple[str, bool]:
-    """The text of a file's first bytes, and whether that is all of it."""
+    """Returns the text of a file's first `size` bytes, and True if the file holds no more.
+
+    Raises:
+        InPlaceTTTError: if the file cannot be read.
+    """
     try:
         with _opened(path) as file:
             pieces = []

@@ -216,7 +216,7 @@ def test_convert_measures_saves_and_loads(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--preset", "ridge"], "--calibrate PATH"),
+        (["--preset", "ridge"], "--calibrate TEXT"),
         (["--calibrate", "TEXT"], "no effect"),
         (["--preset", "ridge", "--calibrate", "nowhere.txt"], "there is no file or folder"),
         (["--preset", "ridge", "--calibrate", "EMPTY"], "holds no text"),

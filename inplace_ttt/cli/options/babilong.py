@@ -1,4 +1,4 @@
-"""Arguments of `inplace-ttt babilong PATH --lengths 1024,4096 --text PATH…`."""
+"""Arguments of `inplace-ttt babilong PATH --lengths 1024,4096 --text TEXT…`."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ EXAMPLES = """examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     long_context.add_samples(parser, "qa1 to qa5 (default: all)", "as in the benchmark")
-    add_texts(parser, "--text", "texts to hide facts in (BABILong takes PG-19's books)")
+    add_texts(parser, "--text", "texts to hide facts in (BABILong uses PG-19's books)")
     long_context.add_run(parser)

@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_texts(
         parser,
         "--calibrate",
-        "texts to measure the preset's extensions on (see --preset ridge)",
+        "texts for calibration, if the preset needs it (as ridge does)",
         required=False,
     )
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""Arguments of `inplace-ttt diagnose PATH --text PATH --out DIR`."""
+"""Arguments of `inplace-ttt diagnose PATH --text TEXT --out DIR`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arguments of `inplace-ttt evaluate PATH --text PATH…`."""
+"""Arguments of `inplace-ttt evaluate PATH --text TEXT…`."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_texts(
         parser,
         "--haystack",
-        "text to hide needles in (RULER takes Paul Graham's essays)",
+        "text to hide needles in (RULER uses Paul Graham's essays)",
         several=False,
         required=False,
     )
