@@ -41,11 +41,14 @@ def split_texts() -> None:
 
 
 def digests(file: Path = RECIPE) -> dict[str, str]:
-    """Of the texts, and of the recipe but for the folders, which are the tools'."""
+    """Returns the digests of the texts and of the recipe.
+
+    The recipe's folders are left out, because the tools choose them, and so is its audit, which changes no result.
+    """
     recipe = yaml.safe_load(file.read_text())
     for section, key in (("model", "path"), ("data", "train")):
         del recipe[section][key]
-    del recipe["output"]
+    del recipe["output"], recipe["audit"]
     texts = {
         f"{name}_sha256": _digest(WORK / "text" / folder)
         for name, folder in (("held_out", "held-out"), ("train", "train"))
