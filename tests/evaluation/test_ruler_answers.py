@@ -258,7 +258,7 @@ def test_what_a_reader_must_know_is_said(capsys: pytest.CaptureFixture[str], tmp
         (["ttt", "--lengths", "200", "--tasks", "fwe"], "fwe takes at least"),
         (
             ["ttt", "--lengths", "1024", "--tasks", "niah_single_2", "--haystack", "nowhere.txt"],
-            "cannot read nowhere.txt",
+            "there is no file or folder nowhere.txt",
         ),
         (
             ["ttt", "--lengths", "1024", "--tasks", "niah_single_2", "--haystack", "latin1.txt"],

@@ -409,7 +409,7 @@ REFUSED = {
     "must have one dtype, got torch.float32, torch.bfloat16": {"v": torch.zeros(1, 5, D, dtype=torch.bfloat16)},
     "initial_state must be [B, d, h] = [1, 5, 6]": {"initial_state": torch.zeros(2, D, H)},
     "initial_state must be torch.float32": {"initial_state": torch.zeros(1, D, H, dtype=torch.float64)},
-    "gate weighs what the ridge rule fits; with the sum of writes": {"gate": torch.ones(1, 5)},
+    "gate belongs to the ridge rule; with the sum of writes": {"gate": torch.ones(1, 5)},
     "gate must be floating-point numbers [B, T] = [1, 5], got torch.float32 [1, 4]": {"gate": torch.ones(1, 4), "rule": RidgeRule(0.5)},
     "backend 'fast' does not exist; choose": {"backend": "fast"},
 }  # fmt: skip
