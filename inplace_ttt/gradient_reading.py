@@ -91,6 +91,12 @@ class GradientReading:
     @torch.compiler.disable(reason="a chunk is written between two forwards")
     def read(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns the base model's output for these arguments. call: the base's own `__call__`."""
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                # autograd saves no tensor of inference mode
+                return self.read(
+                    call, tuple(map(_normal, args)), {name: _normal(value) for name, value in kwargs.items()}
+                )
         steps = GradientSteps.of(self.lm, call)
         if not steps.first.hooks.model.enabled:
             return call(*args, **kwargs)
@@ -250,6 +256,11 @@ class GradientReading:
         if not any(first.filled):
             stop_recording(cache)
         return output
+
+
+def _normal(value: Any) -> Any:
+    """Returns a copy of a tensor that was made in inference mode, and other values as they are."""
+    return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
 
 
 def _spans(ids: Tensor, mask: Tensor | None, past: int) -> list[Span]:

@@ -13,13 +13,14 @@ from ..config import InPlaceTTTConfig
 from ..errors import InPlaceTTTError, one_line
 from ..families import features
 from ..layer.overrides import seeded
-from ..surgery import config_of, fast_weights, refuse_gradient_target
+from ..surgery import config_of, fast_weights
 from .adapters import AuditedModule
 from .blame import is_the_probes
 from .borrowing import borrowed, refuse_unreachable
 from .catalogue import METHOD
 from .item import Item, Probe, known
 from .outcome import NotChecked, Outcome
+from .probes import loss_gradient
 from .probes.bench import Bench
 from .report import Declaration, Report, Result
 from .whole_model import WholeModel
@@ -93,7 +94,6 @@ def audit_model(
     Raises:
         InPlaceTTTError: if the model is not converted, or its weights are not in this process.
     """
-    refuse_gradient_target(model, "audited")
     with seeded(model, seed):  # dropout in training mode draws random numbers
         return _audit_model(WholeModel(model, tokenizer, seed), profile, declared, progress, extra)
 
@@ -119,7 +119,10 @@ def _audit_model(
     )
     first, layer = next(iter(fast_weights(lm).items()))
     on_layer = [item for item in METHOD if item.on_model is None]
-    if whole.undrivable:
+    if config.target == "gradient":
+        for item in METHOD:
+            auditor.decide(item, loss_gradient.probe_of(item), whole)
+    elif whole.undrivable:
         for item in on_layer:
             auditor.decide(item, item.by_settings or _refusing(whole.undrivable), whole)
     else:
@@ -128,7 +131,7 @@ def _audit_model(
             for item in on_layer:
                 auditor.decide(item, _on_layer(item), bench)
     for item in METHOD:
-        if item.on_model is not None:
+        if item.id not in auditor.results and item.on_model is not None:
             auditor.decide(item, item.on_model, whole)
     for item, measured in extra:
         assert item.probe is not None

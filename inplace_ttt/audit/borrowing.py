@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..errors import InPlaceTTTError
-from ..families import locate
+from ..families import features, locate
 from ..layer.fast_linear import FastWeight
 from ..layer.hooks import sharing, switching
 from ..layer.overrides import overriding, with_config
@@ -103,7 +103,7 @@ def small_chunks(model: nn.Module, chunk_size: int, seed: int | None) -> Iterato
             stack.enter_context(with_config([layer], chunk_size=chunk_size, clip=None, prompt_write=None))
             if seed is None:
                 continue
-            small = 0.1 / len(layer.ttt.proj) ** 0.5
+            small = 0.1 / features(layer)[1] ** 0.5
             for parameter, size in ((layer.ttt.conv, 0.1), (layer.ttt.proj, small), (layer.ttt.gate, 1.0)):
                 if parameter is not None:
                     parameter.data = (size * torch.randn(parameter.shape, generator=generator)).to(parameter)

@@ -67,7 +67,7 @@ class DeclaredRule:
             tau = config.clip.max_norm * (
                 float(torch.linalg.vector_norm(tensors["w0"])) if config.clip.relative else 1.0
             )
-        return cls(config, eta, tau, target.proj.dtype, tensors)
+        return cls(config, eta, tau, (w0 if target.proj is None else target.proj).dtype, tensors)
 
     def targets(self, x: Tensor) -> Tensor:
         """Returns V [n, d] of one chunk of target source [n, d]."""
@@ -121,9 +121,9 @@ class DeclaredRule:
         for i in range(int(chunk[-1]) + 1 if len(chunk) else 0):
             if i > 0:
                 own = written[(i - 1) * size : i * size]
-                total, gram = self._after(total, gram, keys[own], self.targets(x[own]))
+                total, gram = self.after(total, gram, keys[own], self.targets(x[own]))
             here = keys[chunk == i]
-            parts.append(here.new_zeros(len(here), d) if total is None else self._read(here, total, gram))
+            parts.append(here.new_zeros(len(here), d) if total is None else self.read(here, total, gram))
         return self.eta * torch.cat(parts)
 
     def state(self, z: Tensor, x: Tensor) -> Tensor:
@@ -135,11 +135,11 @@ class DeclaredRule:
         for k, source in zip(
             self.keys(z).split(self.config.chunk_size), x.split(self.config.chunk_size), strict=True
         ):
-            total, gram = self._after(total, gram, k, self.targets(source))
+            total, gram = self.after(total, gram, k, self.targets(source))
         assert total is not None
         return total if gram is None else torch.cat([total, gram])
 
-    def _after(self, total: Any, gram: Any, k: Tensor, v: Tensor) -> tuple[Tensor, Any]:
+    def after(self, total: Any, gram: Any, k: Tensor, v: Tensor) -> tuple[Tensor, Any]:
         """Returns the sum [d, r] after one more chunk, and KᵀK [r, r], or None if least squares is off."""
         written = self.counted(k)
         delta = v.T @ written
@@ -159,7 +159,7 @@ class DeclaredRule:
         norm = torch.linalg.vector_norm(delta)
         return 1.0 if float(norm.detach()) <= self.tau else self.tau / norm
 
-    def _read(self, k: Tensor, total: Tensor, gram: Any) -> Tensor:
+    def read(self, k: Tensor, total: Tensor, gram: Any) -> Tensor:
         """Returns the reads [n, d] of keys [n, r], without η."""
         if self.config.ridge is not None:
             ridge = self.config.ridge + 8 * torch.finfo(state_dtype(self.dtype)).eps * float(

@@ -49,6 +49,17 @@ Half precision rounds the outputs, and a read is about half as large as an outpu
 roundings; sound models show two to seven.
 """
 
+STEPS: dict[torch.dtype, float] = {
+    torch.float64: 1e-4,
+    torch.float32: 5e-3,
+    torch.bfloat16: 0.5,
+    torch.float16: 0.1,
+}
+"""Limits of logits after gradient steps, relative to the effect of the writes, by dtype.
+
+Each step amplifies the rounding of those before it.
+"""
+
 
 def limits(dtype: torch.dtype) -> Limits:
     return LIMITS[dtype]

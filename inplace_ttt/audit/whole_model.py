@@ -72,6 +72,11 @@ class WholeModel:
 
         They set a convolution and expect sums of writes.
         """
+        if self.config.target == "gradient":
+            return (
+                "its targets are loss gradients, which one layer alone does not have; `declared-rule` covers "
+                "all of it"
+            )
         names = sorted({"conv", "write_norm", "preserve_row_norms"} & set(self.config.extensions))
         if not names:
             return ""

@@ -58,6 +58,7 @@ class GradientStream(FastWeightStream):
         """Add what is read to `out` [B, T, d], and take the tokens in: keys z [B, T, r], ids and positions
         [B, T]."""
         self.check_holds_state()
+        self._thaw()  # autograd saves no tensor of inference mode
         if self.tape is not None:
             self._read(out, z, layer, whole=z.shape[1] == self.chunk_size)
             return self.tape.record(index, z, out)
@@ -72,7 +73,6 @@ class GradientStream(FastWeightStream):
 
     def count(self, ids: Tensor, positions: Tensor, spans: list[Span]) -> None:
         """Take tokens into the rows' open chunks, none beyond their end; spans: the real ones of each row."""
-        self._thaw()
         self._drop_old_undos()
         for index, (row, (start, stop)) in enumerate(zip(self.rows, spans, strict=True)):
             assert row.filled + stop - start <= self.chunk_size, "a forward is split where a chunk ends"

@@ -152,11 +152,14 @@ class GradientTarget(nn.Module):
         self._is_hf_initialized = True
 
     def targets(self, gradient: Tensor) -> Tensor:
-        """V [..., d] of the loss gradient at the down-projection's output [..., d]. Raises InPlaceTTTError
-        before it is measured."""
+        """Returns V [..., d] of the loss gradient at the down-projection's output [..., d]."""
+        self.check_measured()
+        return -self.gain.to(gradient.dtype) * gradient
+
+    def check_measured(self) -> None:
+        """Raises InPlaceTTTError before the gain is measured on a text."""
         if not self.gain.is_meta and not self.gain:
             raise InPlaceTTTError(
                 "the extensions of this config are not measured yet; run inplace_ttt.calibrate(model, "
                 "rows) on some text."
             )
-        return -self.gain.to(gradient.dtype) * gradient

@@ -146,10 +146,12 @@ def test_every_family_takes_plain_gradient_steps(name: str) -> None:
     base, model = reading(name)
     ids = random_ids(1, LENGTH)
     wanted = plain_steps(base, model, ids)
+    # Gemma 2's softmax is float32, and rounds rows of other lengths otherwise
+    tolerance = 1e-6 if name == "gemma2" else TOLERANCE[torch.float64]
     for parts in SPLITS.values():
-        assert distance(read_in(model, ids, parts), wanted) < TOLERANCE[torch.float64]
+        assert distance(read_in(model, ids, parts), wanted) < tolerance
     with torch.no_grad():
-        assert distance(model(input_ids=ids, use_cache=False).logits, wanted) < TOLERANCE[torch.float64]
+        assert distance(model(input_ids=ids, use_cache=False).logits, wanted) < tolerance
         assert distance(base(input_ids=ids).logits, wanted) > 0.01, "the writes do not show"
 
 
@@ -317,6 +319,25 @@ def test_beams_keep_the_state_of_the_beam_that_they_follow() -> None:
     for row, found in zip(ids, both, strict=True):
         alone = model.generate(row[None], attention_mask=torch.ones_like(row[None]), **given)[0]
         assert torch.equal(alone, found[: len(alone)])
+
+
+def test_inference_mode_reads_and_writes_as_ever() -> None:
+    _, model = reading("llama")
+    ids = random_ids(2, 12)
+    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 20, "do_sample": False}
+
+    def answers() -> list[Tensor]:
+        session = Session(model)
+        session.read(ids[:1].clone())
+        branch = session.fork()
+        branch.read(random_ids(1, 20))
+        generated = [model.generate(ids.clone(), num_beams=beams, **given) for beams in (1, 3)]
+        return [*generated, branch.generate(ids[:1], max_new_tokens=9, do_sample=False)]
+
+    wanted = answers()
+    with torch.inference_mode():
+        found = answers()
+    assert all(map(torch.equal, wanted, found))
 
 
 @pytest.mark.parametrize("read", [21, 23], ids=["whole chunks", "an open chunk"])

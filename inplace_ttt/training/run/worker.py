@@ -220,9 +220,6 @@ def hold_audit(recipe: Recipe, shape: PreTrainedModel, data: TrainingData, outpu
         NotSoError: if a fault is found; of a recipe with a profile, also if it deviates undeclared.
     """
     profile = recipe.audit.profile
-    if profile is None and config_of(shape).target == "gradient":
-        logger.warning("the run is not audited: the audit does not cover target: gradient")
-        return
     report = audit_recipe(recipe, data=data)
     page = write_report(report, output)
     if profile is not None and report.undeclared:
