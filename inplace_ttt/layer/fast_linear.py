@@ -373,7 +373,7 @@ def check(parts: DecoderLayer) -> None:
     """Checks that a down-projection can become a fast weight, before any layer is changed.
 
     Raises:
-        InPlaceTTTError: if it is offloaded, or its forward was replaced.
+        InPlaceTTTError: if it is not a linear map, is offloaded, or its forward was replaced.
     """
     down = parts.down_proj
     features(down)
