@@ -81,7 +81,10 @@ class _Reads:
 
 
 class _End:
-    """The last rows of Z [n, h] and X [n, d] of one sequence: all, or at least `room` and less than twice."""
+    """The last rows of Z [n, h] and X [n, d] of one sequence.
+
+    It holds at least `room` of them, if there are so many, and less than twice `room`.
+    """
 
     def __init__(self, room: int) -> None:
         self.room, self.pieces = room, list[tuple[Tensor, Tensor]]()
