@@ -82,7 +82,7 @@ class ModelHooks:
 
     Args:
         base: the base model.
-        layers: the TTT layers.
+        layers: indices of the TTT layers.
     """
 
     def __init__(self, base: nn.Module, layers: list[int]) -> None:

@@ -167,7 +167,8 @@ class PromptStream(FastWeightStream):
             `out`.
 
         Raises:
-            InPlaceTTTError: if the batch has another number of rows than the cache.
+            InPlaceTTTError: if the batch has another number of rows than the cache, or the cache was filled
+                with gradients on.
         """
         if len(spans) != self.batch:
             raise InPlaceTTTError(

@@ -82,7 +82,7 @@ class TargetGenerator(nn.Module):
     def reset_parameters(self, std: float, seed: int) -> None:
         """Sets conv to zero and P to a diagonal drawn from N(0, std²) (paper appendix C.3).
 
-        The model then computes the same as its base, yet conv has a gradient. The gate is zero, so that all
+        With a convolution, the model then computes the same as its base, yet conv has a gradient. The gate is zero, so that all
         writes have weight 1. A calibrated P, and all other measured tensors, are zero until they are measured.
 
         Args:
@@ -156,7 +156,8 @@ class GradientTarget(nn.Module):
     """The module `ttt` of a layer with `target: gradient`: the scale of the targets, measured on a text.
 
     A token's target is V_t = -gain ∂L/∂o_t. L is the summed loss of the chunk's tokens, and o_t the
-    down-projection's output. At η = 1 a key then reads back a write of about the output's size.
+    down-projection's output. At η = 1 a key then reads back a write of about the output's size. The gate of
+    writes, if there is one, is the only trained parameter.
 
     Args:
         keys: whitened keys (extension), measured on a text.
