@@ -17,9 +17,9 @@ def seen_tokens(mask: Tensor, past: int, length: int) -> Tensor:
     """Returns the part of an attention mask between the T new tokens.
 
     Args:
-        mask: attention mask [b, H, T, K], bool, integer, or additive in a floating dtype. The K columns are the
-            cached tokens, then the T new ones. A static cache has further columns behind these. The mask of a
-            sliding cache has fewer columns, and ends with the new tokens.
+        mask: attention mask [b, H, T, K], bool, integer, or additive in a floating dtype. The K columns are
+            the cached tokens, then the T new ones. A static cache has further columns behind these. The mask
+            of a sliding cache has fewer columns, and ends with the new tokens.
         past: number of tokens in the cache.
         length: T.
 

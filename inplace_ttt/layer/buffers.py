@@ -1,4 +1,4 @@
-"""Buffers of a stream for the rows of a batch: their states, the maps that reads use, and their open chunks."""
+"""Buffers of a stream for the rows of a batch: states, the maps that reads use, and open chunks."""
 
 from __future__ import annotations
 
@@ -113,9 +113,9 @@ class State:
             z: keys [B, T, r], or [1, T, r] for one row.
             layer: the layer that reads.
             row: the row to read; None for all.
-            whole: the keys are a whole chunk, so no other keys read these states. The ridge rule then solves for
-                T keys if these are fewer than the d outputs. This choice never depends on maps computed before:
-                a session that goes on from its file gives the same bits.
+            whole: the keys are a whole chunk, so no other keys read these states. The ridge rule then solves
+                for T keys if these are fewer than the d outputs. This choice never depends on maps computed
+                before: a session that goes on from its file gives the same bits.
         """
         rows = range(len(self.value)) if row is None else range(row, row + 1)
         part, eta = slice(rows.start, rows.stop), layer.eta
@@ -173,7 +173,7 @@ class State:
         return chosen
 
     def thaw(self) -> None:
-        """Replaces tensors that were made under torch.inference_mode(), so that they can be changed outside."""
+        """Replaces tensors made under torch.inference_mode(), so that they can be changed outside of it."""
         if self.value.is_inference():
             self.value, self._read = self.value.clone(), None
         elif self._read is not None and self._read.is_inference():
@@ -230,5 +230,5 @@ class OpenChunks:
         return chosen
 
     def thaw(self) -> None:
-        """Replaces tensors that were made under torch.inference_mode(), so that they can be changed outside."""
+        """Replaces tensors made under torch.inference_mode(), so that they can be changed outside of it."""
         self.held = tuple(buffer.clone() if buffer.is_inference() else buffer for buffer in self.held)

@@ -1,8 +1,8 @@
 """The down-projection as a fast weight.
 
 `FastWeight` is mixed into the class of an existing down-projection: `nn.Linear`, GPT-2's `Conv1D`, a LoRA or
-4-bit linear. The module's weight stays W0 under its own name. Its only new submodule is `ttt`, which holds the
-new parameters.
+4-bit linear. The module's weight stays W0 under its own name. Its only new submodule is `ttt`, which holds
+the new parameters.
 """
 
 from __future__ import annotations

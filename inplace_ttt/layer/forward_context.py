@@ -86,8 +86,8 @@ class ForwardContext:
         """
         if self._rows is not None and embeddings.shape[:2] != self._rows:
             raise InPlaceTTTError(
-                f"{list(self._rows)} tokens enter the first layer as {list(embeddings.shape)}; the fast weight "
-                "needs hidden states [rows, tokens, width], which this family does not have."
+                f"{list(self._rows)} tokens enter the first layer as {list(embeddings.shape)}; the fast "
+                "weight needs hidden states [rows, tokens, width], which this family does not have."
             )
         self.embeddings = embeddings
 
@@ -135,7 +135,7 @@ class ForwardContext:
         return None if bool(mask.all()) else mask
 
     def _seen(self) -> Tensor | None:
-        """Returns the part of a 4-D mask between this forward's tokens, bool [b, T, T], or None without one."""
+        """Returns the part of a 4-D mask between the new tokens, bool [b, T, T], or None without one."""
         mask = self._one_mask()
         # `plan` runs the model on meta tensors
         if mask is None or self._has_2d_mask() or getattr(mask, "is_meta", False):
@@ -239,8 +239,8 @@ class ForwardContext:
             or self._seen() is not None
         ):
             raise InPlaceTTTError(
-                "rows that ranks share show their documents by position_ids alone; pass position_ids, without "
-                "cu_seq_lens and padding masks."
+                "rows that ranks share show their documents by position_ids alone; pass position_ids, "
+                "without cu_seq_lens and padding masks."
             )
         return ChunkLayout.from_position_ids(gather_rows(positions, group), chunk_size)
 

@@ -144,8 +144,8 @@ class ModelHooks:
         cache = cache_in(kwargs)
         if self.enabled and cache is not None and not isinstance(cache, Cache):
             raise InPlaceTTTError(
-                f"a {type(cache).__name__} (continuous batching, generate_batch) cannot hold the fast weight; "
-                "use generate, or disable_ttt(model)."
+                f"a {type(cache).__name__} (continuous batching, generate_batch) cannot hold the fast "
+                "weight; use generate, or disable_ttt(model)."
             )
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         group = self.group or (ulysses_group() if base.training else None)
@@ -162,7 +162,7 @@ class ModelHooks:
             self.current.take_embeddings(args[0] if args else kwargs["hidden_states"])
 
     def context_for(self, attention: nn.Module, kwargs: dict[str, Any]) -> ForwardContext | None:
-        """Returns the context in the attention's arguments, and removes it from them; else the open context."""
+        """Removes the context from the attention's arguments and returns it; else returns the open one."""
         context = kwargs.pop(_KEY, None) or self.current
         if context is None and torch.is_grad_enabled() and attention.training:
             raise InPlaceTTTError(
@@ -204,8 +204,8 @@ class ModelHooks:
 def _around() -> ForwardContext | None:
     """Returns the context of the forward around the new one, if there is one.
 
-    After a KeyboardInterrupt torch calls no hook, so that contexts stay open. They are dropped here: the stack
-    has fewer calls than there are open contexts.
+    After a KeyboardInterrupt torch calls no hook, so that contexts stay open. They are dropped here: the
+    stack has fewer calls than there are open contexts.
     """
     contexts, context = [], this_thread().open
     if context is None or torch.compiler.is_compiling():

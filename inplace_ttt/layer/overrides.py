@@ -1,4 +1,4 @@
-"""Contexts that set attributes, settings of TTT layers, or random generators, and restore them at their end."""
+"""Contexts that set attributes, settings of TTT layers, or random generators, and then restore them."""
 
 from __future__ import annotations
 

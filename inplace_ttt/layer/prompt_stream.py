@@ -119,8 +119,8 @@ class _End:
 class PromptStream(FastWeightStream):
     """The stream of a layer with `prompt_write`.
 
-    It keeps the end of each sequence's prompt until the prompt is written, and every token reads W0. After the
-    write it keeps the state, η' ΔW [B, d, h].
+    It keeps the end of each sequence's prompt until the prompt is written, and every token reads W0. After
+    the write it keeps the state, η' ΔW [B, d, h].
 
     Args:
         batch: B, number of sequences.
@@ -202,8 +202,8 @@ class PromptStream(FastWeightStream):
             )
         if self._has_gap:
             raise InPlaceTTTError(
-                "part of the prompt was read with TTT off, so that some of its pairs are missing; read it anew "
-                "with TTT on."
+                "part of the prompt was read with TTT off, so that some of its pairs are missing; read it "
+                "anew with TTT on."
             )
         w0 = layer.base_weight()
         accurate = state_dtype(w0.dtype)

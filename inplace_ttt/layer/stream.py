@@ -1,4 +1,4 @@
-"""One layer's fast weight while it reads in pieces. Prefill, chunked prefill and decoding are one function."""
+"""One layer's fast weight, read in pieces: prefill, chunked prefill and decoding are one function."""
 
 from __future__ import annotations
 
@@ -124,7 +124,8 @@ class FastWeightStream:
     ) -> Tensor:
         """Adds the reads to `out` in place, and the new tokens to the open chunks.
 
-        A token reads the chunks that were complete before it. A chunk is written after its last token is read.
+        A token reads the chunks that were complete before it. A chunk is written after its last token is
+        read.
 
         Args:
             out: outputs without fast weights [B, T, d].
@@ -132,7 +133,8 @@ class FastWeightStream:
             x: target source [B, T, d].
             spans: for each row, the span of its tokens without padding.
             layer: the layer that reads and writes.
-            generated: True if the model generated these tokens. They are written only with `update_on_decode`.
+            generated: True if the model generated these tokens. They are written only with
+                `update_on_decode`.
 
         Returns:
             `out`.
@@ -242,7 +244,7 @@ class FastWeightStream:
         row.filled, row.written = 0, row.written + 1
 
     def _thaw(self) -> None:
-        """Copies tensors that were made under torch.inference_mode(), which cannot be changed outside of it."""
+        """Copies tensors made under torch.inference_mode(), which cannot be changed outside of it."""
         if not torch.is_inference_mode_enabled():
             self._open.thaw()
             if self._state is not None:
@@ -301,9 +303,9 @@ class FastWeightStream:
             return
         if not self.update_on_decode:
             raise InPlaceTTTError(
-                "with update_on_decode off, tokens cannot be taken back, since generated ones were not written "
-                "and cannot be distinguished from the others; generate without an assistant and without "
-                "prompt lookup."
+                "with update_on_decode off, tokens cannot be taken back, since generated ones were not "
+                "written and cannot be distinguished from the others; generate without an assistant and "
+                "without prompt lookup."
             )
         for row, held in zip(self.rows, self.tokens, strict=True):
             n = min(tokens, held)

@@ -23,8 +23,8 @@ class TargetGenerator(nn.Module):
 
     Conv is a depthwise correlation without bias inside each chunk. With "lookahead", tap j of token t reads
     token t + j - k//2; with "causal", token t + j - k + 1. Taps outside the token's chunk read zero. P
-    multiplies from the right and is not transposed. "next" (extension) omits the convolution: V_t = X_{t+1} P,
-    and zero for a chunk's last token.
+    multiplies from the right and is not transposed. "next" (extension) omits the convolution: V_t = X_{t+1}
+    P, and zero for a chunk's last token.
 
     Args:
         dim: d.
@@ -82,8 +82,9 @@ class TargetGenerator(nn.Module):
     def reset_parameters(self, std: float, seed: int) -> None:
         """Sets conv to zero and P to a diagonal drawn from N(0, std²) (paper appendix C.3).
 
-        With a convolution, the model then computes the same as its base, yet conv has a gradient. The gate is zero, so that all
-        writes have weight 1. A calibrated P, and all other measured tensors, are zero until they are measured.
+        With a convolution, the model then computes the same as its base, yet conv has a gradient. The gate is
+        zero, so that all writes have weight 1. A calibrated P, and all other measured tensors, are zero until
+        they are measured.
 
         Args:
             std: standard deviation of the diagonal. P = identity ignores it.
@@ -134,7 +135,7 @@ class TargetGenerator(nn.Module):
 
     @torch.compiler.assume_constant_result  # a graph cannot check values; this check runs while it is traced
     def check_measured(self) -> None:
-        """Raises InPlaceTTTError if a tensor that is measured on a text is still zero. Checks until it passes."""
+        """Raises InPlaceTTTError if a tensor measured on a text is still zero. Checks until it passes."""
         if not self._is_measured:
             measured = [
                 self.mean,
