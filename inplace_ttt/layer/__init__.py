@@ -1,1 +1,1 @@
-"""A decoder layer's down-projection as a fast weight: in a forward, in a stream, across ranks."""
+"""The down-projection of a decoder layer as a fast weight: in one forward, in a stream, and across ranks."""

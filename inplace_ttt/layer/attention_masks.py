@@ -1,4 +1,4 @@
-"""Which tokens are documents, and which padding, by a mask that says who attends to whom."""
+"""Finds documents and padding in an attention mask between tokens."""
 
 from __future__ import annotations
 
@@ -10,15 +10,21 @@ from ..errors import InPlaceTTTError
 from ..layout import Span
 
 _MASKED = -1000.0
-"""An additive mask below this hides a token; position biases stay above it."""
+"""An additive mask below this value hides a token. Position biases stay above it."""
 
 
 def seen_tokens(mask: Tensor, past: int, length: int) -> Tensor:
-    """Of a mask [b, H, T, K] over what is cached and T new tokens: whether new tokens see new tokens, bool
-    [b, T, T].
+    """Returns the part of an attention mask between the T new tokens.
 
-    K covers `past` tokens and the new ones, or more (a static cache), or fewer (a sliding one, which ends
-    with the new ones).
+    Args:
+        mask: attention mask [b, H, T, K], bool, integer, or additive in a floating dtype. The K columns are
+            the cached tokens, then the T new ones. A static cache has further columns behind these. The mask
+            of a sliding cache has fewer columns, and ends with the new tokens.
+        past: number of tokens in the cache.
+        length: T.
+
+    Returns:
+        A mask [b, T, T], bool: True where the row's token attends to the column's token.
     """
     first = past if mask.shape[-1] >= past + length else mask.shape[-1] - length
     own = mask[:, 0, :, first : first + length]
@@ -26,15 +32,23 @@ def seen_tokens(mask: Tensor, past: int, length: int) -> Tensor:
 
 
 def documents_seen(sees: Tensor) -> list[list[Span]]:
-    """The documents of each row by who sees whom, bool [b, T, T]; a token is its predecessor's continuation
-    if it sees it.
+    """Returns the documents of each row.
 
-    Tokens that nobody sees are padding; rows of it that see everything, as some masks have it, do not count.
-    Tokens may see later ones of their document (images). Raises InPlaceTTTError where tokens see across what
-    would be documents.
+    A token continues the document of the token before it if it attends to that token. A token to which no
+    token attends is padding. Some masks let padding attend to every token; such rows of the mask are ignored.
+    Tokens may attend to later tokens of their document (images).
+
+    Args:
+        sees: a mask [b, T, T] from `seen_tokens`, bool.
+
+    Returns:
+        For each row, the spans of its documents.
+
+    Raises:
+        InPlaceTTTError: if a token attends to a token of another document.
     """
     everything = sees.all(-1)
-    # the last token sees all in a causal mask too
+    # in a causal mask the last token attends to all, too
     everything[:, -1] &= everything[:, -2] if sees.shape[1] > 1 else False
     counts = sees & ~(everything & ~everything.all(-1, keepdim=True))[:, :, None]
     real = counts.any(1)
@@ -44,9 +58,8 @@ def documents_seen(sees: Tensor) -> list[list[Span]]:
     document = starts.cumsum(1)
     if bool((counts & (document[:, :, None] != document[:, None, :]) & real[:, :, None]).any()):
         raise InPlaceTTTError(
-            "the attention_mask lets tokens see past ones but not their own predecessor, which is no row "
-            "of documents; "
-            "pass a 2-D mask, or position_ids for packed documents."
+            "the attention_mask lets tokens see past ones but not their own predecessor, so that its rows "
+            "are not documents; pass a 2-D mask, or position_ids for packed documents."
         )
     return [_spans(*row) for row in zip(starts.tolist(), real.tolist(), strict=True)]
 

@@ -1,4 +1,4 @@
-"""What a stream holds of every row: the state and what is read of it, and the open chunks."""
+"""Buffers of a stream for the rows of a batch: states, the maps that reads use, and open chunks."""
 
 from __future__ import annotations
 
@@ -15,28 +15,32 @@ from ..rules import Rule
 
 
 class Reader(Protocol):
-    """What reads of a state ask of their layer."""
+    """The parts of a layer that reads of a state use."""
 
     @property
     def eta(self) -> float: ...
     def readout(self, state: Tensor) -> Tensor:
-        """As `FastWeight.readout`; asked for only where the row norms of W0 are kept."""
+        """Returns `FastWeight.readout`. Used only if the row norms of W0 are kept."""
 
 
 class State:
-    """The state of every row [B, ·, r], and what reads use of it [B, d, r], in their dtype; one tensor where
-    S itself is read.
+    """The states of all rows [B, ·, r], and the maps [B, d, r] that reads multiply keys with.
 
-    The second is made of a row at the first read that needs it; where the row norms of W0 are kept, by the
-    layer.
+    A map has the dtype of the output. If reads use S itself in its own dtype, both are one tensor. Otherwise
+    a row's map is computed at the first read that needs it. If the row norms of W0 are kept, the layer
+    computes it.
+
+    Args:
+        value: the states.
+        rule: the update rule.
     """
 
     _read: Tensor | None
     _factor: Tensor | None
     _stale: set[int]
-    """Rows of whose value what reads use is still to be made."""
+    """Rows whose map is out of date."""
     _eta: float | None
-    """What it is made for where row norms are kept."""
+    """The η of the maps if row norms are kept, else None."""
 
     def __init__(self, value: Tensor, rule: Rule) -> None:
         self.value, self.rule = value, rule
@@ -46,14 +50,22 @@ class State:
     def empty(
         cls, rows: int, shape: tuple[int, int], d: int, dtype: torch.dtype, rule: Rule, device: torch.device
     ) -> State:
-        """Rows of states [*shape] in which nothing is written yet: none may be read before it is put."""
+        """Returns states that are all zero. A row must be `put` before it is read.
+
+        Args:
+            rows: number of states.
+            shape: shape of one state.
+            d: width of the output.
+            dtype: dtype of reads.
+            rule: the update rule.
+            device: where to put the states.
+        """
         state = cls(torch.zeros(rows, *shape, dtype=state_dtype(dtype), device=device), rule)
         state._make_room(d, dtype)
         return state
 
     def _make_room(self, d: int, dtype: torch.dtype) -> None:
-        """For what reads use of every row, all of it still to be made; none where they use the state as it
-        is."""
+        """Allocates the maps of all rows and marks them out of date, unless reads use the state itself."""
         rows, is_read = len(self.value), self.rule.reads_state and self.value.dtype == dtype
         self._read = (
             self.value if is_read else self.value.new_zeros(rows, d, self.value.shape[-1], dtype=dtype)
@@ -63,14 +75,18 @@ class State:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row."""
+        """Bytes per row."""
         held = {id(tensor): tensor for tensor in (self.value, self._read, self._factor) if tensor is not None}
         return sum(tensor[0].nbytes for tensor in held.values())
 
     def read_each(self, z: Tensor, rows: list[int]) -> Tensor:
-        """η left out, what key z[i] of [n, r] reads in a row of its own, [n, d].
+        """Returns the reads [n, d], without η, of keys that each belong to another row.
 
-        One product, except on a CPU, which reads that many matrices faster one by one.
+        On a GPU this is one batched product. On a CPU one product per key is faster.
+
+        Args:
+            z: keys [n, r].
+            rows: the row that each key reads.
         """
         maps = self._fresh(rows)
         keys, where = z.to(maps.dtype), torch.tensor(rows, device=z.device)
@@ -81,7 +97,7 @@ class State:
         return read if self._factor is None else read * self._factor[where, 0]
 
     def copy_row(self, source: int, row: int) -> None:
-        """Give a row what another one holds."""
+        """Copies row `source` to row `row`."""
         for tensor in (self.value, self._read, self._factor):
             if tensor is not None:
                 tensor[row] = tensor[source]
@@ -90,11 +106,16 @@ class State:
     def add_read(
         self, out: Tensor, z: Tensor, layer: Reader, row: int | None = None, *, whole: bool = False
     ) -> None:
-        """out [B, T, d] += what keys z [B, T, r] read; of one row, [1, T, d] and [1, T, r].
+        """Adds the reads of the keys, times η, to `out` in place.
 
-        whole: the keys are a whole chunk's, and no others read what these rows hold now, so that least
-            squares solve for T keys and
-        not for d outputs. What was made before has no say in it: a session goes on from its file bit for bit.
+        Args:
+            out: outputs [B, T, d], or [1, T, d] for one row.
+            z: keys [B, T, r], or [1, T, r] for one row.
+            layer: the layer that reads.
+            row: the row to read; None for all.
+            whole: the keys are a whole chunk, so no other keys read these states. The ridge rule then solves
+                for T keys if these are fewer than the d outputs. This choice never depends on maps computed
+                before: a session that goes on from its file gives the same bits.
         """
         rows = range(len(self.value)) if row is None else range(row, row + 1)
         part, eta = slice(rows.start, rows.stop), layer.eta
@@ -103,7 +124,7 @@ class State:
             out += (read_once(self.value[part], z, self.rule) * eta).to(out.dtype)
             return
         made_for = eta if self.rule.keeps_row_norms else None
-        # autocast, or another η, came or went
+        # autocast was turned on or off, or η changed
         if self._read is None or self._read.dtype != out.dtype or self._eta != made_for:
             self._make_room(out.shape[-1], out.dtype)
             self._eta = made_for
@@ -114,10 +135,10 @@ class State:
             out += ((z.to(out.dtype) @ read.mT) * (eta * self._factor[part])).to(out.dtype)
 
     def _fresh(self, rows: Iterable[int], layer: Reader | None = None) -> Tensor:
-        """What reads use of all rows, made for those of these rows that want it, together."""
+        """Returns the maps of all rows, after those of `rows` are brought up to date together."""
         assert self._read is not None
         if stale := sorted(self._stale.intersection(rows)):
-            # a slice copies no states
+            # a slice avoids a copy of the states
             together = slice(stale[0], stale[-1] + 1) if stale[-1] - stale[0] < len(stale) else stale
             self._read[together], factor = in_range(
                 self._readout(self.value[together], layer), self._read.dtype
@@ -135,12 +156,13 @@ class State:
         )
 
     def put(self, row: int, state: Tensor | None) -> None:
-        """Set a row's state [·, r]; None is zero."""
+        """Sets a row's state [·, r]; None stands for zero."""
         self.value[row] = 0 if state is None else state
         if self._read is not None and self._read is not self.value:
             self._stale.add(row)
 
     def select(self, rows: list[int]) -> State:
+        """Returns the states of the given rows, in their order."""
         chosen = copy.copy(self)
         chosen.value = self.value[rows]
         chosen._read = (
@@ -151,6 +173,7 @@ class State:
         return chosen
 
     def thaw(self) -> None:
+        """Replaces tensors made under torch.inference_mode(), so that they can be changed outside of it."""
         if self.value.is_inference():
             self.value, self._read = self.value.clone(), None
         elif self._read is not None and self._read.is_inference():
@@ -158,22 +181,28 @@ class State:
 
 
 class OpenChunks:
-    """The open chunks' keys [B, room, h] and target source [B, room, d]; they get room for more rows as these
-    come."""
+    """The keys [B, n, h] and the target source [B, n, d] of all open chunks.
+
+    Both grow with the longest open chunk: n is 64 or a power of two, and at most the chunk size.
+
+    Args:
+        batch: B.
+        chunk_size: tokens per chunk.
+    """
 
     def __init__(self, batch: int, chunk_size: int) -> None:
         self.batch, self.chunk_size = batch, chunk_size
         self.held: tuple[Tensor, ...] = ()
 
     def put(self, row: int, first: int, *new: Tensor) -> None:
-        """Rows [n, h] and [n, d] of one sequence, from place `first` on."""
+        """Stores tokens [n, h] and [n, d] in the open chunk of `row`, from position `first` on."""
         last = first + len(new[0])
         self.held = tuple(self._with_room(i, like, last) for i, like in enumerate(new))
         for buffer, tensor in zip(self.held, new, strict=True):
             buffer[row, first:last] = tensor
 
     def followed_by(self, row: int, filled: int, *new: Tensor) -> tuple[Tensor, ...]:
-        """A sequence's first `filled` rows with the new ones behind them."""
+        """Returns the first `filled` tokens of a row's open chunk, followed by the new ones."""
         return (
             tuple(
                 torch.cat([buffer[row, :filled], tensor])
@@ -195,9 +224,11 @@ class OpenChunks:
         return grown
 
     def select(self, rows: list[int]) -> OpenChunks:
+        """Returns the open chunks of the given rows, in their order."""
         chosen = OpenChunks(len(rows), self.chunk_size)
         chosen.held = tuple(buffer[rows] for buffer in self.held)
         return chosen
 
     def thaw(self) -> None:
+        """Replaces tensors made under torch.inference_mode(), so that they can be changed outside of it."""
         self.held = tuple(buffer.clone() if buffer.is_inference() else buffer for buffer in self.held)

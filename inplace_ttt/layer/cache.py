@@ -1,8 +1,8 @@
 """Fast-weight streams on the layers of a transformers cache.
 
-transformers already calls reset, crop, reorder, repeat and select on every layer of a cache, so each stream
-rides on the cache layer of its decoder layer: the layer object is replaced by one of a subclass that shares
-all its attributes.
+transformers already calls reset, crop, reorder, repeat and select on every layer of a cache. So each stream
+is an attribute of the cache layer of its decoder layer. For that, the cache layer is replaced by an object of
+a subclass that shares all its attributes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from .stream import FastWeightStream
 
 
 class CarriesFastWeight:
-    """Mixin over a cache layer's own class: whatever happens to the keys and values happens to the fast
-    weight."""
+    """Mixin for a cache layer's class. It applies every operation on keys and values to the stream too."""
 
     fast_weight: FastWeightStream
 
@@ -36,7 +35,7 @@ class CarriesFastWeight:
         self.fast_weight.reset()
 
     def crop(self, tokens_to_remove: int) -> None:
-        self.fast_weight.check_crop(abs(tokens_to_remove))  # either may refuse, before anything is changed
+        self.fast_weight.check_crop(abs(tokens_to_remove))  # either may raise, before anything is changed
         super().crop(tokens_to_remove)  # type: ignore[misc]
         self.fast_weight.crop(abs(tokens_to_remove))
 
@@ -63,6 +62,7 @@ def _empty_carrier(plain: type) -> Any:
 
 
 def attach(cache: Cache, layer: int, stream: FastWeightStream) -> None:
+    """Puts a stream on the cache layer of decoder layer `layer`."""
     plain = cache.layers[layer]
     carrier = _empty_carrier(type(plain))
     carrier.__dict__ = plain.__dict__
@@ -71,7 +71,15 @@ def attach(cache: Cache, layer: int, stream: FastWeightStream) -> None:
 
 
 def only_written(cache: Cache, empty: Cache) -> Cache:
-    """`empty` with copies of the streams of `cache`: the same fast weights, and nothing to attend to."""
+    """Copies the streams of `cache`, without its KV cache, to `empty`.
+
+    Args:
+        cache: a cache with streams.
+        empty: a new cache.
+
+    Returns:
+        `empty`.
+    """
     for layer, stream in copy.deepcopy(streams(cache)).items():
         stream.forget_attention()
         attach(empty, layer, stream)
@@ -79,7 +87,17 @@ def only_written(cache: Cache, empty: Cache) -> Cache:
 
 
 def stream_of(cache: Any, layer: int, batch: int, config: InPlaceTTTConfig) -> FastWeightStream:
-    """The stream of a decoder layer in a cache, created at its first use."""
+    """Returns the stream of a decoder layer in a cache, and creates it at its first use.
+
+    Args:
+        cache: the cache of a forward.
+        layer: index of the decoder layer.
+        batch: rows of the forward. An empty stream for another number of rows is replaced.
+        config: the layer's config.
+
+    Raises:
+        InPlaceTTTError: if the cache lacks this layer, or its layers differ in length.
+    """
     layers = getattr(cache, "layers", None)
     if layers is None or layer >= len(layers):
         raise InPlaceTTTError(
@@ -99,8 +117,10 @@ def stream_of(cache: Any, layer: int, batch: int, config: InPlaceTTTConfig) -> F
 
 
 def stop_recording(cache: Cache) -> None:
-    """Undo `cache.activate_past_recording()`: layers with a window drop what the next forward does not
-    see."""
+    """Undoes `cache.activate_past_recording()`.
+
+    Layers with a window drop the keys and values that the next forward does not attend to.
+    """
     for layer in cache.layers:
         if getattr(layer, "record_past", False):
             layer.crop(0)
@@ -108,19 +128,19 @@ def stop_recording(cache: Cache) -> None:
 
 
 def plain_class(layer: Any) -> type:
-    """The layer's own class, without the fast weight."""
+    """Returns the cache layer's class without `CarriesFastWeight`."""
     return type(layer).__mro__[2] if isinstance(layer, CarriesFastWeight) else type(layer)
 
 
 def skip(cache: Any, layer: int) -> None:
-    """Note tokens that went into a cache past its stream."""
+    """Records in a layer's stream that its cache received tokens which the stream did not."""
     layers = getattr(cache, "layers", [])
     if layer < len(layers) and isinstance(layers[layer], CarriesFastWeight):
         layers[layer].fast_weight.skip()
 
 
 def streams(cache: Cache) -> dict[int, FastWeightStream]:
-    """Decoder layer -> its stream, for the layers of a cache that have one."""
+    """Returns the streams of a cache by decoder layer."""
     return {
         i: layer.fast_weight for i, layer in enumerate(cache.layers) if isinstance(layer, CarriesFastWeight)
     }

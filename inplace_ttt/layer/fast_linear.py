@@ -1,8 +1,8 @@
 """The down-projection as a fast weight.
 
-`FastWeight` is mixed into the class of an existing down-projection (`nn.Linear`, GPT-2's `Conv1D`, a LoRA or
-4-bit linear), whose weight stays W0 under its own name. All it adds is the submodule `ttt` with the new
-parameters.
+`FastWeight` is mixed into the class of an existing down-projection: `nn.Linear`, GPT-2's `Conv1D`, a LoRA or
+4-bit linear. The module's weight stays W0 under its own name. Its only new submodule is `ttt`, which holds
+the new parameters.
 """
 
 from __future__ import annotations
@@ -36,8 +36,15 @@ from .zero3 import gathered
 
 @dataclass(eq=False)
 class LayerSettings:
-    """A TTT layer's place and settings. observer: sees keys, targets and gate of each read of whole
-    documents."""
+    """A TTT layer's index and settings.
+
+    Attributes:
+        layer: index of the decoder layer.
+        config: the layer's config.
+        eta: the layer's η.
+        observer: called before each read of whole documents with the layer, its keys, targets and gate, and
+            the forward's context.
+    """
 
     layer: int
     config: InPlaceTTTConfig
@@ -46,7 +53,13 @@ class LayerSettings:
 
 
 class FastWeight(nn.Module):
-    """Mixin over a linear map's own class: its forward, plus the fast weight."""
+    """Mixin for the class of a linear map. It adds the fast weight to the forward.
+
+    Attributes:
+        ttt: the new parameters.
+        fast: the layer's index and settings.
+        hooks: the hooks that give the layer the context of each forward.
+    """
 
     ttt: TargetGenerator  # a GradientTarget with `target: gradient`
     fast: LayerSettings
@@ -56,13 +69,16 @@ class FastWeight(nn.Module):
         return _empty, (plain_class(self),), self.__dict__  # pickle would look the class up by its name
 
     def forward(self, z: Tensor) -> Tensor:
-        """[B, T, h] -> [B, T, d]; of families whose MLPs take all rows as one, [B T, h] -> [B T, d]."""
+        """Returns the layer's output [B, T, d] for z [B, T, h].
+
+        In families whose MLPs flatten the batch, the shapes are [B T, h] and [B T, d].
+        """
         if torch.compiler.is_compiling() and (self.hooks.has_cache or self._has_norms):
             return self._forward_outside_of_graphs(z)
         return self._forward(z)
 
     @torch.compiler.disable(
-        reason="the fast weight of a cache, and one with norms of writes or rows, is no part of a graph"
+        reason="reads into a cache, and norms of writes or rows, run outside of the graph"
     )
     def _forward_outside_of_graphs(self, z: Tensor) -> Tensor:
         return self._forward(z)
@@ -94,22 +110,24 @@ class FastWeight(nn.Module):
             return stream.advance(
                 super().forward(z), self.keys(z), x, context.spans(), self, generated=context.generated
             )
-        context.spans()  # with a cache, attention sees one document a row: refuse packed ones
+        context.spans()  # raises for packed rows: with a cache, attention sees one document per row
         stream.abandon()
         return self._read_whole(z, x, context)
 
     def check_split(self) -> None:
-        """Refuse what is no sum over h, where tensor parallelism gives each rank a part of the
-        down-projection's input."""
+        """Checks a layer whose input tensor parallelism splits over h.
+
+        Raises:
+            InPlaceTTTError: if the result with the layer's options is not a sum over parts of h.
+        """
         if held := self.fast.config.wanting_whole_input:
             raise InPlaceTTTError(
-                f"tensor parallelism splits the down-projection's input, of which {' and '.join(held)} "
-                "would need the whole; "
-                "leave it out of the config, or split the model in another way."
+                f"tensor parallelism splits the down-projection's input, and {' and '.join(held)} would need "
+                "all of it; leave it out of the config, or split the model in another way."
             )
 
     def _source(self, call: LayerCall) -> Tensor:
-        """X of the target [B, T, d]; of a gradient's, the embeddings, which nothing reads."""
+        """Returns the target source X [B, T, d]; unused embeddings with `target: gradient`."""
         if self.training and call.context.with_gradient and not torch.is_grad_enabled():
             raise InPlaceTTTError(
                 "gradient checkpointing with use_reentrant=True loses the gradient of the targets; enable "
@@ -121,8 +139,8 @@ class FastWeight(nn.Module):
         x = x.reshape(*call.context.shape, -1)
         if x.shape[-1] != (width := features(self)[1]):
             raise InPlaceTTTError(
-                f"the target {self.fast.config.target!r} has {x.shape[-1]} numbers a token where layer "
-                f"{self.fast.layer} gives {width}: "
+                f"the target {self.fast.config.target!r} has width {x.shape[-1]}, and layer "
+                f"{self.fast.layer}'s output has {width}, since "
                 "this family carries several streams side by side; choose the target 'hidden_states'."
             )
         return x.detach() if self.fast.config.detach_target else x
@@ -145,7 +163,7 @@ class FastWeight(nn.Module):
         return base + self._fast(self.keys(z), v.to(z.dtype), None, context).to(base.dtype)
 
     def _targets(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Targets [B, T, d] of a forward of whole rows; loss gradients come with it."""
+        """Returns the targets [B, T, d] of a forward of whole rows; loss gradients are in its context."""
         if self.fast.config.target != "gradient":
             return self.ttt(x, context.part(self.chunk_size))
         if context.targets is None:
@@ -155,16 +173,31 @@ class FastWeight(nn.Module):
         return context.targets[self.fast.layer].to(x.dtype)
 
     def keys(self, z: Tensor) -> Tensor:
-        """What is written under and read with: z itself [..., h] (the paper), or z whitened [..., r]."""
+        """Returns the keys that the layer reads and writes with.
+
+        Args:
+            z: the layer's input [..., h].
+
+        Returns:
+            z itself (the paper), or the whitened keys [..., r].
+        """
         return z if self.ttt.keys is None else self.ttt.keys(z)
 
     def targets(self, gradient: Tensor) -> Tensor:
-        """V [..., d] of the loss gradient at the output [..., d], with `target: gradient`."""
+        """Returns the targets V [..., d], with `target: gradient`.
+
+        Args:
+            gradient: the loss gradient at the layer's output [..., d].
+        """
         target: Any = self.ttt
         return target.targets(gradient)
 
     def gate(self, keys: Tensor) -> Tensor | None:
-        """How much the write under each key [..., r] counts [...]; None where all count alike."""
+        """Returns the weight [...] of each key's write, or None without a write gate.
+
+        Args:
+            keys: keys [..., r].
+        """
         return None if self.ttt.write_gate is None else self.ttt.write_gate(keys)
 
     def _fast(self, z: Tensor, v: Tensor, w0: Tensor | None, context: ForwardContext) -> Tensor:
@@ -177,7 +210,7 @@ class FastWeight(nn.Module):
         return fast_weight_across_ranks(z, v, w0, group=context.group, **settings)
 
     def _settings(self) -> dict[str, Any]:
-        """What the op is told of the rule."""
+        """Returns the op's arguments that depend on the layer alone."""
         return {
             "eta": self.eta,
             "clip": self.tau(),
@@ -190,22 +223,29 @@ class FastWeight(nn.Module):
         return self.fast.config.write_norm is not None or self.fast.config.preserve_row_norms
 
     def _rows_to_keep(self) -> Tensor | None:
-        """W0 [d, h] where its row norms are kept, or None."""
+        """Returns W0 [d, h] if its row norms are kept, else None."""
         return self.base_weight() if self.fast.config.preserve_row_norms else None
 
     def base_weight(self) -> Tensor:
-        """W0 [d, h], for what cannot do without it."""
+        """Returns W0 [d, h].
+
+        Raises:
+            InPlaceTTTError: if the module does not show W0 (see `matrix`).
+        """
         w0 = self.matrix()
         if w0 is None:
             raise InPlaceTTTError(
                 f"preserve_row_norms and prompt_write need W0, which {type(self).__name__} does not show; "
-                "leave them out, or load W0 "
-                "plain, not quantised and not wrapped."
+                "leave them out, or load W0 as a plain linear map, not quantized and not wrapped."
             )
         return w0
 
     def readout(self, state: Tensor) -> Tensor:
-        """What keys are read with [..., d, r] of states [..., ·, r]: S itself in the paper."""
+        """Returns the matrix [..., d, r] that keys are multiplied with. In the paper it is S itself.
+
+        Args:
+            state: states [..., ·, r].
+        """
         w0, rule = self._rows_to_keep(), self.fast.config.rule
         return (
             form_of(rule).readout(state, rule)
@@ -219,7 +259,7 @@ class FastWeight(nn.Module):
         )
 
     def matrix(self) -> Tensor | None:
-        """W0 as [d, h] where this is a plain linear map; None for a quantised or wrapped one."""
+        """Returns W0 [d, h] of a plain linear map; None for a quantized or wrapped one."""
         return None
 
     @property
@@ -231,14 +271,18 @@ class FastWeight(nn.Module):
         return self.fast.eta
 
     def tau(self) -> float | Tensor | None:
-        """The bound on a chunk's delta that holds in this mode, or None."""
+        """Returns the clip's bound on the norm of a chunk's write, or None if this mode does not clip."""
         clip = self.fast.config.clip
         if clip is None or (self.training and clip.mode == "inference"):
             return None
         return clip.max_norm * self.w0_norm() if clip.relative else clip.max_norm
 
     def w0_norm(self) -> Tensor:
-        """‖W0‖, for a clip that is relative to it."""
+        """Returns ‖W0‖ (Frobenius) for a relative clip, in the dtype of states.
+
+        Raises:
+            InPlaceTTTError: if the module does not show W0 (see `matrix`).
+        """
         w0 = self.matrix()
         if w0 is None:
             raise InPlaceTTTError(
@@ -249,19 +293,25 @@ class FastWeight(nn.Module):
     def write(
         self, z: Tensor, x: Tensor, layout: ChunkLayout, state: Tensor | None, *, reads: bool
     ) -> tuple[Tensor, Tensor]:
-        """What keys [B, T, r] read [B, T, d], with η, and the state [B, ·, r] after their complete chunks;
-        target source [B, T, d].
+        """Reads and writes the complete chunks of `layout`.
 
-        state: the one before, zero without one. reads: whether the first is wanted; else it may leave `state`
-            out.
+        Args:
+            z: keys [B, T, r].
+            x: target source [B, T, d].
+            layout: the documents and their chunks.
+            state: states [B, ·, r] before the first chunk; None for zero.
+            reads: True if the reads are needed. If False, the returned reads may leave out `state`.
+
+        Returns:
+            The reads of the keys, times η, [B, T, d], and the states [B, ·, r] after the complete chunks.
         """
         return self.write_targets(z, self.ttt(x, layout).to(z.dtype), layout, state, reads=reads)
 
     def write_targets(
         self, z: Tensor, v: Tensor, layout: ChunkLayout, state: Tensor | None, *, reads: bool
     ) -> tuple[Tensor, Tensor]:
-        """`write` of targets v [B, T, d] that are there already."""
-        known = state if reads else None  # a sum goes on without what it has
+        """Does the same as `write`, from targets v [B, T, d] in place of a target source."""
+        known = state if reads else None  # the state is a sum: the old part can be added afterwards
         read = {"layout": layout, "initial_state": known, "gate": self.gate(z), **self._settings()}
         out, after = fast_weight(z, v, None, return_state=True, **read)
         return out, after if state is None or state is known else state + after
@@ -275,7 +325,7 @@ class FastWeightLinear(FastWeight, nn.Linear):
 
 
 class FastWeightConv1D(FastWeight, Conv1D):
-    """A fast-weight `Conv1D`, which keeps its weight as [h, d]."""
+    """A fast-weight `Conv1D`. Its weight has shape [h, d]."""
 
     weight: nn.Parameter
 
@@ -288,8 +338,10 @@ _OF_PLAIN: dict[type, type[FastWeight]] = {nn.Linear: FastWeightLinear, Conv1D: 
 
 @functools.cache
 def _fast_class(plain: type) -> type[FastWeight]:
-    """A module can only change to a class whose instances are laid out as its own are, which the first base
-    decides."""
+    """Returns the fast-weight class of a linear map's class.
+
+    A module can only change to a class with the same layout of instances. The first base class decides it.
+    """
     layout = type("Layout", (plain.__base__,), {})  # type: ignore[arg-type]
     return _OF_PLAIN.get(plain) or type(
         f"FastWeight{plain.__name__}", (layout, FastWeight, plain), {"__module__": __name__}
@@ -302,29 +354,32 @@ def _empty(plain: type) -> Any:
 
 
 def fast_weights(model: nn.Module) -> dict[int, FastWeight]:
-    """Layer index -> fast-weight down-projection, in order; empty for a model that is not converted."""
+    """Returns the fast-weight down-projections by layer index, in order; empty without a conversion."""
     return {m.fast.layer: m for m in model.modules() if isinstance(m, FastWeight)}
 
 
 def hooks_of(model: nn.Module) -> set[ModelHooks]:
-    """The hooks of the converted models in a model."""
+    """Returns the hooks of all converted models inside `model`."""
     return {layer.hooks.model for layer in fast_weights(model).values()}
 
 
 def plain_class(down: FastWeight) -> type:
-    """The layer's own class, without the fast weight."""
+    """Returns the down-projection's class without `FastWeight`."""
     classes = type(down).__mro__
     return classes[classes.index(FastWeight) + 1]
 
 
 def check(parts: DecoderLayer) -> None:
-    """Refuse a down-projection that cannot become a fast weight; done for all layers before the first is
-    touched."""
+    """Checks that a down-projection can become a fast weight, before any layer is changed.
+
+    Raises:
+        InPlaceTTTError: if it is not a linear map, is offloaded, or its forward was replaced.
+    """
     down = parts.down_proj
     features(down)
     if hasattr(down, "_hf_hook") and any(p.device.type == "meta" for p in down.parameters()):
         raise InPlaceTTTError(
-            f"{parts.down_proj_path} is offloaded, so that the new parameters have no place; convert "
+            f"{parts.down_proj_path} is offloaded, so that its new parameters would have no device; convert "
             "before offloading."
         )
     if "forward" in down.__dict__ and "_old_forward" not in down.__dict__:
@@ -343,8 +398,16 @@ def install(
     std: float,
     seed: int,
 ) -> None:
-    """Make a decoder layer's down-projection a fast weight, in place, and hook its attention and MLP to
-    it."""
+    """Makes a decoder layer's down-projection a fast weight, in place, and hooks its attention and MLP.
+
+    Args:
+        parts: the modules of the decoder layer.
+        settings: the layer's index and settings.
+        model: the hooks of the model.
+        dtype: dtype of the new parameters.
+        std: standard deviation of P's diagonal.
+        seed: seed of P's diagonal.
+    """
     down, config = parts.down_proj, settings.config
     weight = next(down.parameters())
     width, dim = features(down)
@@ -363,7 +426,14 @@ def install(
 def target_generator(
     config: InPlaceTTTConfig, width: int, dim: int, **factory: Any
 ) -> TargetGenerator | GradientTarget:
-    """The new parameters of a down-projection from `width` to `dim`, all zero."""
+    """Returns the new parameters of one layer, all zero.
+
+    Args:
+        config: the layer's config.
+        width: h, the down-projection's input width.
+        dim: d, its output width.
+        factory: `device` and `dtype` of the parameters.
+    """
     rank = None if config.whitening is None else config.whitening.directions(dim, width)
     keys = None if rank is None else WhitenedKeys(width, rank, **factory)
     gate = None if rank is None or not config.write_gate else WriteGate(rank, **factory)
@@ -376,14 +446,14 @@ def target_generator(
 
 
 def remove(down: FastWeight) -> None:
-    """Undo `install`: the plain module again, its weight untouched."""
+    """Undoes `install`: restores the module's class and leaves its weight unchanged."""
     down.hooks.detach()
     del down.ttt, down.fast, down.hooks
     _become(down, plain_class(down))
 
 
 def _become(module: nn.Module, new: type[nn.Module]) -> None:
-    """Change a module's class in place, also under the hook that accelerate puts around its forward."""
+    """Changes a module's class in place, also inside the hook that accelerate puts around its forward."""
     module.__class__ = new
     if "_old_forward" in module.__dict__:
         module._old_forward = types.MethodType(new.forward, module)  # type: ignore[assignment]

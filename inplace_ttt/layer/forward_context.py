@@ -1,4 +1,4 @@
-"""What a TTT layer must know about the current forward: its documents, its target source, its ranks."""
+"""The context that a TTT layer needs of the current forward: its documents, target source and ranks."""
 
 from __future__ import annotations
 
@@ -24,19 +24,26 @@ from .sequence_parallel import gather_rows
 
 @contextmanager
 def reading_text(forwards: float = inf) -> Iterator[None]:
-    """Within it the first so many forwards' tokens do not count as generated; elsewhere one token alone, read
-    into a filled cache, does."""
+    """Returns a context in which the next forwards read text.
+
+    Outside of it, a single token that is read into a filled cache counts as generated.
+
+    Args:
+        forwards: number of forwards that read text.
+    """
     with overriding([this_thread()], text_forwards=forwards):
         yield
 
 
 class ForwardContext:
-    """One forward of the base model, by the arguments that it was `given`: [B, T] masks and positions, the
-    cache.
+    """One forward of the base model.
 
-    owner: the hooks that opened it. enabled: whether TTT is on. group: the ranks that share these rows, each
-        with a part
-    of them. outer: the context of the forward around this one, if there is one.
+    Args:
+        given: the forward's arguments: token ids or embeddings, masks, positions, the cache.
+        owner: the hooks that opened it.
+        enabled: True if TTT is on.
+        group: the ranks that share these rows, each with a part of the tokens.
+        outer: the context of the forward around this one, if there is one.
     """
 
     def __init__(
@@ -63,28 +70,33 @@ class ForwardContext:
         self.is_text = thread.text_forwards > 0
         if self.is_text:
             thread.text_forwards -= 1
-        # [B, T, d] by layer, where they are loss gradients
+        # [B, T, d] by layer, with `target: gradient`
         self.targets, thread.targets = thread.targets, None
-        self.embeddings: Tensor | None = None  # [B, T, d], what enters layer 0
+        self.embeddings: Tensor | None = None  # [B, T, d], the input of layer 0
         self.called: set[int] = set()  # TTT layers that ran
         self._layouts: dict[int, ChunkLayout] = {}
         self._parts: dict[int, ChunkLayout] = {}
         self._spans: list[Span] | None = None
 
     def take_embeddings(self, embeddings: Tensor) -> None:
-        """What enters the first layer [B, T, d]. Raises InPlaceTTTError where these are not the forward's
-        rows and tokens."""
+        """Stores the input of the first layer, [B, T, d].
+
+        Raises:
+            InPlaceTTTError: if its rows and tokens differ from those of the forward.
+        """
         if self._rows is not None and embeddings.shape[:2] != self._rows:
             raise InPlaceTTTError(
-                f"{list(self._rows)} tokens enter the first layer as {list(embeddings.shape)}: this family "
-                "is not [rows, tokens, width] "
-                "inside, which the fast weight needs."
+                f"{list(self._rows)} tokens enter the first layer as {list(embeddings.shape)}; the fast "
+                "weight needs hidden states [rows, tokens, width], which this family does not have."
             )
         self.embeddings = embeddings
 
     def tokens(self) -> tuple[Tensor, Tensor]:
-        """Token ids and positions [B, T] of this forward. Raises InPlaceTTTError where it was given
-        embeddings alone."""
+        """Returns the token ids and the positions of this forward, both [B, T].
+
+        Raises:
+            InPlaceTTTError: if the forward was given embeddings alone.
+        """
         if self.input_ids is None:
             raise InPlaceTTTError(
                 "target='gradient' learns to predict token ids, and this forward has embeddings alone; "
@@ -99,7 +111,7 @@ class ForwardContext:
 
     @property
     def generated(self) -> bool:
-        """Whether the model made the tokens of this forward: one alone, unless it is said to be text."""
+        """True if the token of this forward was generated: a single one, outside `reading_text`."""
         return self.shape[1] == 1 and not self.is_text
 
     @property
@@ -109,10 +121,10 @@ class ForwardContext:
         return self.embeddings.shape[0], self.embeddings.shape[1]
 
     def _mask(self) -> Tensor | None:
-        """The part of a 2-D mask that covers this forward's tokens, or None when it hides none of them."""
+        """Returns the part of a 2-D mask over this forward's tokens, or None if it hides none of them."""
         if not self._has_2d_mask():
             return None
-        # as attention takes it, which allows a mask that goes on
+        # attention, too, allows further columns
         mask = self.attention_mask[:, self.past : self.past + self.shape[1]]
         if mask.shape[1] < self.shape[1]:
             raise InPlaceTTTError(
@@ -123,10 +135,9 @@ class ForwardContext:
         return None if bool(mask.all()) else mask
 
     def _seen(self) -> Tensor | None:
-        """By a mask of who sees whom, made beforehand: whether each token of this forward sees each other,
-        bool [b, T, T]."""
+        """Returns the part of a 4-D mask between the new tokens, bool [b, T, T], or None without one."""
         mask = self._one_mask()
-        # `plan` counts a forward that has no values
+        # `plan` runs the model on meta tensors
         if mask is None or self._has_2d_mask() or getattr(mask, "is_meta", False):
             return None
         if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[-1] < self.shape[1]:
@@ -138,7 +149,7 @@ class ForwardContext:
         return seen_tokens(mask, self.past, self.shape[1])
 
     def _one_mask(self) -> Any:
-        """The mask, of one for each kind of layer that of full attention."""
+        """Returns the mask. If there is one per kind of layer, returns that of full attention."""
         mask = self.attention_mask
         return (
             mask.get("full_attention", next(iter(mask.values()), None)) if isinstance(mask, Mapping) else mask
@@ -152,22 +163,31 @@ class ForwardContext:
         return documents * self.shape[0] if len(documents) == 1 else documents
 
     def _positions(self) -> Tensor | None:
-        """Positions in the text [B, T]; of several kinds of them (images), the first of four are these, and
-        three have none."""
+        """Returns the positions in the text [B, T], if given.
+
+        Models for images have several kinds of positions. The first of four is the position in the text;
+        three do not include it.
+        """
         positions = self.position_ids
         if positions is not None and positions.dim() == 3:
             positions = positions[0] if len(positions) == 4 else None
         return None if positions is None else positions.expand(self.shape[0], -1)
 
     def layout(self, chunk_size: int) -> ChunkLayout:
-        """Documents of a forward without a cache: cu_seq_lens, else the padding mask, else position_ids, else
-        whole rows.
+        """Returns the documents of a forward without a cache, and their chunks.
 
-        As in transformers, positions mark packed documents only where no attention mask is given. Of ranks
-        that share rows, it is the layout of whole rows.
+        The documents are those of `cu_seq_lens`, else of the padding mask, else of `position_ids`, else whole
+        rows. As in transformers, positions mark packed documents only without an attention mask. If ranks
+        share the rows, the layout is that of whole rows.
+
+        Args:
+            chunk_size: tokens per chunk.
+
+        Raises:
+            InPlaceTTTError: if the arguments contradict each other, or do not show the documents.
         """
         if torch.compiler.is_compiling() and self.group is None:
-            return cast(ChunkLayout, self._traced(chunk_size))  # has of it what a traced forward asks for
+            return cast(ChunkLayout, self._traced(chunk_size))  # has the attributes that tracing uses
         if chunk_size not in self._layouts:
             self._layouts[chunk_size] = (
                 self._layout(chunk_size)
@@ -181,7 +201,7 @@ class ForwardContext:
         return TracedLayout(spans, *self.shape, chunk_size)
 
     def part(self, chunk_size: int) -> ChunkLayout:
-        """The layout of this rank's tokens: all of it, unless ranks share the rows."""
+        """Returns the layout of this rank's tokens; without `group`, that of whole rows."""
         layout, group = self.layout(chunk_size), self.group
         if group is None:
             return layout
@@ -219,14 +239,17 @@ class ForwardContext:
             or self._seen() is not None
         ):
             raise InPlaceTTTError(
-                "rows that ranks share show their documents by position_ids alone; pass these, without "
-                "cu_seq_lens and padding masks."
+                "rows that ranks share show their documents by position_ids alone; pass position_ids, "
+                "without cu_seq_lens and padding masks."
             )
         return ChunkLayout.from_position_ids(gather_rows(positions, group), chunk_size)
 
     def spans(self) -> list[Span]:
-        """For a forward with a cache: in each row, which of this forward's tokens are real (the rest is
-        padding)."""
+        """Returns for each row the span of this forward's tokens without padding, for a forward with a cache.
+
+        Raises:
+            InPlaceTTTError: if a row holds several documents.
+        """
         if self._spans is None:
             batch, length = self.shape
             mask, seen = self._mask(), self._documents_seen()
@@ -235,7 +258,7 @@ class ForwardContext:
                     mask, chunk_size=1
                 ).documents
             elif seen is not None:
-                # a padding token that a mask lets see itself looks like a document of one token
+                # a padding token that attends to itself looks like a document of one token
                 documents = [[span for span in row if span[1] - span[0] > 1] or row[-1:] for row in seen]
             else:
                 documents = [[(0, length)]] * batch
@@ -280,7 +303,7 @@ class ForwardContext:
         return isinstance(self.attention_mask, Tensor) and self.attention_mask.dim() == 2
 
     def _restarts_inside(self, documents: Sequence[Sequence[Span]]) -> bool:
-        """Whether positions break off within a document, as they do where packed documents meet."""
+        """Returns True if positions restart inside a document."""
         positions = self._positions()
         if positions is None or self.shape[1] == 1:
             return False
@@ -296,7 +319,18 @@ class ForwardContext:
 def document_spans(
     mask: Tensor | None, positions: Tensor | None, cu_seqlens: Tensor | None, batch: int, length: int
 ) -> Tensor:
-    """The documents of a forward without a cache, int64 [n, 3] on the CPU: row, start and stop."""
+    """Returns the documents of a forward without a cache.
+
+    Args:
+        mask: attention mask, 2-D or 4-D.
+        positions: position ids.
+        cu_seqlens: cumulative lengths of the documents of one packed row.
+        batch: B.
+        length: T.
+
+    Returns:
+        Row, start and stop of each document, int64 [n, 3] on the CPU.
+    """
     context = ForwardContext(
         {"attention_mask": mask, "position_ids": positions, "cu_seq_lens_q": cu_seqlens}, owner=None
     )

@@ -1,9 +1,8 @@
-"""A layer's fast weight whose targets are the loss gradient: a chunk is written after the forward that
-completes it.
+"""The stream of a layer with `target: gradient`. A chunk is written after the forward that completes it.
 
-The gradient needs the whole chunk, and the layers and the head above. So a forward only reads and counts;
-`inplace_ttt.gradient_reading` then runs the complete chunk with gradients, once more if it came in pieces,
-and hands each layer its targets.
+The gradient needs the whole chunk, the layers above and the head. So a forward only reads, and counts tokens.
+`inplace_ttt.gradient_reading` then runs the complete chunk with gradients, and gives each layer its targets.
+A chunk that came in several pieces is run once more for that.
 """
 
 from __future__ import annotations
@@ -24,23 +23,30 @@ from .stream import FastWeightStream, _Row, _Undo
 
 @dataclass
 class Tape:
-    """Keys [B, C, r] of a forward with gradients, and probes [B, C, d]: zeros added to each layer's output.
-    By layer."""
+    """The record of a forward with gradients.
+
+    Attributes:
+        keys: keys [B, C, r] by layer.
+        probes: zeros [B, C, d] by layer, added to the layer's output, so that their gradient is the output's.
+            After the backward the layer's targets V take their place.
+    """
 
     keys: dict[int, Tensor] = field(default_factory=dict)
     probes: dict[int, Tensor] = field(default_factory=dict)
 
     def record(self, layer: int, keys: Tensor, out: Tensor) -> Tensor:
-        """Return `out` with a zero added whose gradient is that of the output."""
+        """Records a layer's keys [B, C, r], and returns `out` [B, C, d] plus a new probe."""
         self.keys[layer], self.probes[layer] = keys.detach(), torch.zeros_like(out, requires_grad=True)
         return out + self.probes[layer]
 
 
 class GradientStream(FastWeightStream):
-    """State S, and which tokens the open chunk has. Its buffers hold token ids and positions, [B, room, 1],
-    int64.
+    """The state S of one layer, and the tokens of the open chunk.
 
-    tape: where the forward under way leaves what its chunk's gradient takes; None where it only reads.
+    The buffers of the open chunk hold token ids and positions, [B, n, 1], int64.
+
+    Attributes:
+        tape: the record of the current forward, if it runs with gradients; None if it only reads.
     """
 
     tape: Tape | None = None
@@ -55,8 +61,22 @@ class GradientStream(FastWeightStream):
         layer: Any,
         index: int,
     ) -> Tensor:
-        """Add what is read to `out` [B, T, d], and take the tokens in: keys z [B, T, r], ids and positions
-        [B, T]."""
+        """Adds the reads to `out`, and the tokens to the open chunks.
+
+        With a tape the tokens are not added: the forward runs a complete chunk for its gradients.
+
+        Args:
+            out: outputs without fast weights [B, T, d].
+            z: keys [B, T, r].
+            ids: token ids [B, T].
+            positions: positions [B, T].
+            spans: for each row, the span of its tokens without padding.
+            layer: the layer that reads.
+            index: the layer's index.
+
+        Returns:
+            The outputs [B, T, d].
+        """
         self.check_holds_state()
         self._thaw()  # autograd saves no tensor of inference mode
         if self.tape is not None:
@@ -72,10 +92,16 @@ class GradientStream(FastWeightStream):
         return out
 
     def count(self, ids: Tensor, positions: Tensor, spans: list[Span]) -> None:
-        """Take tokens into the rows' open chunks, none beyond their end; spans: the real ones of each row."""
+        """Adds tokens to the open chunks, none beyond their end.
+
+        Args:
+            ids: token ids [B, T].
+            positions: positions [B, T].
+            spans: for each row, the span of its tokens without padding.
+        """
         self._drop_old_undos()
         for index, (row, (start, stop)) in enumerate(zip(self.rows, spans, strict=True)):
-            assert row.filled + stop - start <= self.chunk_size, "a forward is split where a chunk ends"
+            assert row.filled + stop - start <= self.chunk_size, "forwards are split at the ends of chunks"
             row.unbroken = (stop - start + (row.unbroken if start == 0 else 0)) if stop == ids.shape[1] else 0
             if start < stop:
                 self._open.put(
@@ -85,7 +111,7 @@ class GradientStream(FastWeightStream):
 
     @property
     def complete(self) -> list[int]:
-        """Rows whose chunk is complete and not written."""
+        """Rows with a complete chunk that is not written yet."""
         return [index for index, row in enumerate(self.rows) if row.filled == self.chunk_size]
 
     @property
@@ -93,18 +119,18 @@ class GradientStream(FastWeightStream):
         return max(self.filled, default=0)
 
     def forget_attention(self) -> None:
-        """The open chunk's tokens cannot be read again without it."""
+        """Empties the open chunks, whose tokens cannot be read again without the KV cache."""
         for row in self.rows:
             row.filled, row.unbroken, row.undo = 0, 0, None
 
     def tokens_of(self, row: int) -> tuple[Tensor, Tensor]:
-        """Ids and positions [n] of a row's open chunk."""
+        """Returns the token ids and the positions of a row's open chunk, both [n]."""
         ids, positions = self._open.held
         filled = self.rows[row].filled
         return ids[row, :filled, 0], positions[row, :filled, 0]
 
     def on_tape(self, rows: list[int], tape: Tape) -> GradientStream:
-        """Returns a stream that reads these rows and writes nothing, for a forward with gradients."""
+        """Returns a stream that reads the given rows and writes nothing, for a forward with gradients."""
         reader = GradientStream(len(rows), self.chunk_size, self.update_on_decode, self.rule)
         reader._state = self._state and (
             self._state if rows == [*range(self.batch)] else self._state.select(rows)
@@ -114,7 +140,14 @@ class GradientStream(FastWeightStream):
 
     @torch.no_grad()
     def write_chunks(self, rows: list[int], keys: Tensor, values: Tensor, layer: Any) -> None:
-        """Write one step for the complete chunks of these rows, with keys [n, C, r] and targets [n, C, d]."""
+        """Writes one step for the complete chunks of n rows.
+
+        Args:
+            rows: the rows.
+            keys: keys [n, C, r].
+            values: targets [n, C, d].
+            layer: the layer that writes.
+        """
         known = None if self._state is None else self._state.value[rows]
         chunk = ChunkLayout.shared((((0, self.chunk_size),),) * len(rows), self.chunk_size, self.chunk_size)
         after = layer.write_targets(keys, values, chunk, known, reads=False)[1]
@@ -124,8 +157,12 @@ class GradientStream(FastWeightStream):
             self._state.put(row, state)
 
     def close_chunks(self, rows: list[int], before: Tensor | None) -> None:
-        """Begin new chunks in these rows; before: their states [n, ·, r] before the steps of the chunk that
-        ends."""
+        """Begins new chunks in n rows, after the steps of their complete chunks.
+
+        Args:
+            rows: the rows.
+            before: their states [n, ·, r] before these steps; None for zero.
+        """
         for place, row in enumerate(rows):
             held = self.rows[row]
             ids, positions = (buffer[row, : self.chunk_size].clone() for buffer in self._open.held)

@@ -1,14 +1,15 @@
-"""How a TTT layer learns of the forward it runs in: hooks that hand it over, stop by stop.
+"""Hooks that pass the context of a forward to its TTT layers.
 
-    base model      opens a `ForwardContext` and puts it into the keyword arguments
-    first layer     adds the embeddings to it
-    attention i     takes the context and the cache out of its arguments and arms the one `LayerCall` of layer
-    i MLP i           adds its input to that call, if the target wants it down-proj. i    takes the armed
-    call, once base model      closes: every TTT layer must have run
+    base model      creates a `ForwardContext` and adds it to the keyword arguments.
+    first layer     adds the embeddings to the context.
+    attention i     takes the context and the cache from its arguments, and creates layer i's `LayerCall`.
+    MLP i           adds its input to that call, if it is the target source.
+    down-proj. i    claims the call, once.
+    base model      checks that every TTT layer has run.
 
-The context travels with the arguments, so that the recomputation of gradient checkpointing meets the context
-of its own forward, however many forwards came in between. What is open and what is armed belongs to the
-thread that runs the forward.
+The context is passed with the arguments. So a recomputation by gradient checkpointing gets the context of its
+own forward, also after later forwards. The open context and the unclaimed call belong to the thread that runs
+the forward.
 """
 
 from __future__ import annotations
@@ -42,8 +43,14 @@ _KEY = "inplace_ttt_context"
 
 @dataclass
 class LayerCall:
-    """What a TTT layer is handed for its one call in a forward: the cache, and the MLP's input if the target
-    wants it."""
+    """The arguments of a TTT layer's one call in a forward.
+
+    Attributes:
+        layer: the hooks of the layer.
+        context: the context of the forward.
+        cache: the cache of the forward, or None.
+        mlp_input: the MLP's input [B, T, d], if it is the target source.
+    """
 
     layer: LayerHooks
     context: ForwardContext
@@ -53,22 +60,30 @@ class LayerCall:
 
 @contextmanager
 def switching(models: Iterable[ModelHooks], enabled: bool) -> Iterator[None]:
-    """Within it TTT of these models is on or off, for the thread that says so."""
+    """Returns a context in which TTT of these models is on or off, in the current thread."""
     with overriding([this_thread()], switched={**this_thread().switched, **dict.fromkeys(models, enabled)}):
         yield
 
 
 @contextmanager
 def sharing(models: Iterable[ModelHooks], group: ProcessGroup | None) -> Iterator[None]:
-    """Within it the ranks of `group`, or none, share the rows of these models' forwards, for the thread that
-    says so."""
+    """Returns a context in which the ranks of `group` share the rows of these models' forwards.
+
+    It holds for the current thread. With None, no ranks share rows.
+    """
     with overriding([this_thread()], groups={**this_thread().groups, **dict.fromkeys(models, group)}):
         yield
 
 
 class ModelHooks:
-    """The hooks of one converted model, as methods of one object so that a deep copy of the model keeps its
-    own."""
+    """The hooks of one converted model.
+
+    They are methods of one object, so that a deep copy of the model has hooks of its own.
+
+    Args:
+        base: the base model.
+        layers: indices of the TTT layers.
+    """
 
     def __init__(self, base: nn.Module, layers: list[int]) -> None:
         self.layers = frozenset(layers)
@@ -79,8 +94,13 @@ class ModelHooks:
         self.travels = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
 
     def attach(self, base: nn.Module, first_block: nn.Module, other_attentions: Iterable[nn.Module]) -> None:
-        """Register the hooks of the base model, its first decoder layer, and the attentions of layers without
-        TTT."""
+        """Registers the hooks of the base model, its first decoder layer, and the other attentions.
+
+        Args:
+            base: the base model.
+            first_block: its first decoder layer.
+            other_attentions: the attentions of layers without TTT.
+        """
         self.handles = [
             base.register_forward_pre_hook(self.open, with_kwargs=True),
             base.register_forward_hook(self.close, always_call=True),
@@ -97,12 +117,12 @@ class ModelHooks:
 
     @property
     def enabled(self) -> bool:
-        """Whether TTT is on in this thread."""
+        """True if TTT is on in this thread."""
         return this_thread().switched.get(self, True)
 
     @property
     def group(self) -> ProcessGroup | None:
-        """The ranks that share the rows of forwards in this thread, where it names them."""
+        """The ranks that share rows, if this thread named them by `sharing`."""
         return this_thread().groups.get(self)
 
     @property
@@ -112,7 +132,7 @@ class ModelHooks:
         return context if context is not None and context.owner is self else None
 
     def open(self, base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        """Base model, before its forward."""
+        """Creates the context before the base model's forward, and adds it to the keyword arguments."""
         if (
             base.training
             and not self.has_trained
@@ -124,9 +144,8 @@ class ModelHooks:
         cache = cache_in(kwargs)
         if self.enabled and cache is not None and not isinstance(cache, Cache):
             raise InPlaceTTTError(
-                f"a {type(cache).__name__} (continuous batching, generate_batch) has no place for the fast "
-                "weight; "
-                "use generate, or disable_ttt(model)."
+                f"a {type(cache).__name__} (continuous batching, generate_batch) cannot hold the fast "
+                "weight; use generate, or disable_ttt(model)."
             )
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         group = self.group or (ulysses_group() if base.training else None)
@@ -135,12 +154,15 @@ class ModelHooks:
         return (args, {**kwargs, _KEY: context}) if self.travels else None
 
     def take_embeddings(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """First decoder layer, before its forward (a recomputation finds the embeddings there already)."""
+        """Stores the embeddings before the first decoder layer's forward.
+
+        A recomputation finds the embeddings in its context.
+        """
         if self.current is not None:
             self.current.take_embeddings(args[0] if args else kwargs["hidden_states"])
 
     def context_for(self, attention: nn.Module, kwargs: dict[str, Any]) -> ForwardContext | None:
-        """The context that travelled to this attention, removed from its arguments; else the open one."""
+        """Removes the context from the attention's arguments and returns it; else returns the open one."""
         context = kwargs.pop(_KEY, None) or self.current
         if context is None and torch.is_grad_enabled() and attention.training:
             raise InPlaceTTTError(
@@ -151,15 +173,16 @@ class ModelHooks:
         return context
 
     def discard(self, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Attention of a layer without TTT: it must not meet an argument that is not its own."""
+        """Removes the context from the arguments of an attention without TTT, which would not accept it."""
         kwargs.pop(_KEY, None)
         return args, kwargs
 
     def close(self, base: PreTrainedModel, args: Any, output: Any) -> None:
-        """Base model, after its forward: every TTT layer must have run, up to the last that it was to run (it
-        may exit early).
+        """Closes the context after the base model's forward, also after one that failed.
 
-        After a forward that broke off, nothing is left armed.
+        Raises:
+            InPlaceTTTError: if a TTT layer did not run. An early exit lowers `num_hidden_layers`, and the
+                layers after it need not run.
         """
         context = self.current
         if context is None:
@@ -179,10 +202,10 @@ class ModelHooks:
 
 
 def _around() -> ForwardContext | None:
-    """The context of the forward around the one that opens.
+    """Returns the context of the forward around the new one, if there is one.
 
-    What a KeyboardInterrupt left open, of which torch tells no hook, is dropped: it lies above all that is on
-    the stack.
+    After a KeyboardInterrupt torch calls no hook, so that contexts stay open. They are dropped here: the
+    stack has fewer calls than there are open contexts.
     """
     contexts, context = [], this_thread().open
     if context is None or torch.compiler.is_compiling():
@@ -195,7 +218,7 @@ def _around() -> ForwardContext | None:
 
 
 def _calls_under_way() -> int:
-    """How many calls of converted models' bases are on this thread's stack."""
+    """Returns the number of calls of converted base models on this thread's stack."""
     calls = 0
     frame: FrameType | None = sys._getframe()
     while frame is not None:
@@ -207,14 +230,19 @@ def _calls_under_way() -> int:
 
 
 class LayerHooks:
-    """The hooks of one TTT layer, and the call that they arm."""
+    """The hooks of one TTT layer. They create the layer's call."""
 
     def __init__(self, index: int, model: ModelHooks) -> None:
         self.index, self.model = index, model
         self.handles: list[RemovableHandle] = []
 
     def attach(self, attention: nn.Module, mlp: nn.Module | None) -> None:
-        """Hook the layer's attention, and its MLP where the target's source is the MLP's input."""
+        """Registers the hooks of the layer's attention and, if it is given, of the MLP.
+
+        Args:
+            attention: the layer's attention.
+            mlp: the layer's MLP, if its input is the target source.
+        """
         self.handles = [attention.register_forward_pre_hook(self.arm, with_kwargs=True)]
         if mlp is not None:
             self.handles.append(mlp.register_forward_pre_hook(self.take_mlp_input, with_kwargs=True))
@@ -224,7 +252,7 @@ class LayerHooks:
             handle.remove()
 
     def arm(self, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Attention, before its forward: the context and the cache of this forward."""
+        """Creates the layer's call before the attention's forward, from the forward's context and cache."""
         context = self.model.context_for(attention, kwargs)
         cache = cache_in(kwargs)
         this_thread().armed = None if context is None else LayerCall(self, context, cache)
@@ -233,21 +261,25 @@ class LayerHooks:
         return args, kwargs
 
     def take_mlp_input(self, mlp: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """MLP, before its forward: the source of the `hidden_states` target."""
+        """Stores the MLP's input before its forward: the source of the `hidden_states` target."""
         call = this_thread().armed
         if call is not None and call.layer is self:
             call.mlp_input = args[0] if args else kwargs["hidden_states"]
 
     @property
     def has_cache(self) -> bool:
-        """Whether the call that is armed reads into a cache."""
+        """True if the unclaimed call reads into a cache."""
         call = this_thread().armed
         return call is not None and call.cache is not None
 
     def claim(self, z: Tensor) -> LayerCall | None:
-        """The armed call for z [B, T, h] or [B T, h], once, or None when TTT is off.
+        """Returns the layer's call, once, or None if TTT is off.
 
-        Raises InPlaceTTTError when this is not the one call of a forward over all its rows.
+        Args:
+            z: the down-projection's input [B, T, h] or [B T, h].
+
+        Raises:
+            InPlaceTTTError: if the layer runs outside a forward, several times in it, or on part of its rows.
         """
         call = this_thread().armed
         if call is not None and call.layer is not self:
@@ -269,12 +301,11 @@ class LayerHooks:
                 "the MLP is tiled or flattened, or the sequence is split across devices; TTT needs whole "
                 "sequences."
             )
-        # a recomputation comes when the forward is over
+        # a recomputation runs after the forward
         if self.index in call.context.called and call.context is self.model.current:
             raise InPlaceTTTError(
                 f"layer {self.index} runs several times in one forward, as in a model that loops over "
-                "layers, and would write a token as "
-                "often; convert layers outside of the loop."
+                "layers, and would write each token several times; convert layers outside of the loop."
             )
         call.context.called.add(self.index)
         return call

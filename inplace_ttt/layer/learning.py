@@ -1,4 +1,4 @@
-"""A warning for a training in which a fresh conversion could never begin to write."""
+"""A warning about a training run in which a fresh conversion never begins to write."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ logger = logging.getLogger(__name__)
 
 
 def warn_if_nothing_learns(model: nn.Module) -> None:
-    """Warn where some parameter is trained, no target generator is, and every convolution is zero: writes are
-    zero and stay so.
+    """Warns if the model is trained, every target generator is frozen, and every convolution is zero.
 
-    LoRA with "all linear layers" does that: PEFT freezes conv and P along with the rest of the base.
+    The writes are then zero and stay zero. LoRA on "all linear layers" has this effect: PEFT freezes conv and
+    P with the rest of the base.
     """
     generators = [module for module in model.modules() if isinstance(module, TargetGenerator)]
     own = [parameter for generator in generators for parameter in generator.parameters()]

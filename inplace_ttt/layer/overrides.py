@@ -1,5 +1,4 @@
-"""What is other for a `with`: settings of TTT layers, switches of a model, modes of modules, parameters;
-random generators."""
+"""Contexts that set attributes, settings of TTT layers, or random generators, and then restore them."""
 
 from __future__ import annotations
 
@@ -14,7 +13,12 @@ from torch import nn
 
 @contextmanager
 def overriding(owners: Iterable[Any], **values: Any) -> Iterator[None]:
-    """Within it attributes of all owners have these values; afterwards each has its own again."""
+    """Sets attributes of all owners inside the context, and restores their own values at its end.
+
+    Args:
+        owners: any objects.
+        values: the attributes and their values.
+    """
     before = [(owner, name, getattr(owner, name)) for owner in owners for name in values]
     try:
         for owner, name, _ in before:
@@ -27,7 +31,12 @@ def overriding(owners: Iterable[Any], **values: Any) -> Iterator[None]:
 
 @contextmanager
 def with_config(layers: Iterable[Any], **changes: Any) -> Iterator[None]:
-    """Within it TTT layers (`FastWeight`) have other settings."""
+    """Changes the config of TTT layers inside the context.
+
+    Args:
+        layers: `FastWeight` modules.
+        changes: fields of `InPlaceTTTConfig` and their values.
+    """
     with ExitStack() as stack:
         for layer in layers:
             stack.enter_context(
@@ -38,7 +47,7 @@ def with_config(layers: Iterable[Any], **changes: Any) -> Iterator[None]:
 
 @contextmanager
 def seeded(model: nn.Module, seed: int) -> Iterator[None]:
-    """The random generators of the CPU and of the model's devices set to a seed, and as before afterwards."""
+    """Seeds the random generators of the CPU and of the model's GPUs, and restores them at the end."""
     devices = sorted(
         {p.device.index for p in model.parameters() if p.device.type == "cuda" and p.device.index is not None}
     )

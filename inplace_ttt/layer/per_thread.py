@@ -1,4 +1,4 @@
-"""What belongs to the thread that runs a forward, as torch's own modes do."""
+"""Values that belong to the thread that runs a forward, as torch's own modes do."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from typing import Any
 
 
 class UnderWay:
-    """The forward that a thread is in, by values of the files above this one.
+    """The forward that a thread is running.
 
-    open: the `ForwardContext` of a converted model's forward. armed: the `LayerCall` of the TTT layer whose
-        attention has run and whose
-    down-projection has not. switched: `ModelHooks` of models whose TTT is turned on or off. groups: by
-    `ModelHooks`, the ranks that share a model's rows. text_forwards: how many of the next forwards are of
-    text, see `reading_text`. targets: by layer, targets [B, T, d] that the next forward takes.
+    Attributes:
+        open: the `ForwardContext` of a converted model's forward.
+        armed: the `LayerCall` of the TTT layer whose attention has begun and whose down-projection has not.
+        switched: for models whose TTT was turned on or off, by `ModelHooks`: True if it is on.
+        groups: the ranks that share a model's rows, by `ModelHooks`.
+        text_forwards: number of the next forwards that read text, see `reading_text`.
+        targets: targets [B, T, d] of the next forward, by layer.
     """
 
-    # all of it from the start: a graph holds for objects that have the same attributes
+    # all attributes exist from the start: a compiled graph is valid for objects with the same attributes
     def __init__(self) -> None:
         self.open: Any = None
         self.armed: Any = None
@@ -29,8 +31,8 @@ class UnderWay:
 
 class _PerThread(threading.local):
     def __init__(self) -> None:
-        # torch.compile keeps what a graph leaves in an object that a thread holds, and forgets what it leaves
-        # in the thread itself
+        # a compiled graph's changes to an object that the thread holds persist; its changes to attributes of
+        # the thread-local itself are lost
         self.under_way = UnderWay()
 
 
@@ -38,5 +40,5 @@ _per_thread = _PerThread()
 
 
 def this_thread() -> UnderWay:
-    """What is under way in the thread that asks."""
+    """Returns the values of the current thread."""
     return _per_thread.under_way

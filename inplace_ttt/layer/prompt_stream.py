@@ -1,5 +1,4 @@
-"""TTT-NTP's inference: a layer keeps the end of a prompt while it is read, and writes it once, by ridge
-regression."""
+"""The inference of TTT-NTP: a layer keeps the end of the prompt, and writes it once by ridge regression."""
 
 from __future__ import annotations
 
@@ -22,17 +21,28 @@ from .target import TargetGenerator
 
 
 class PromptedLayer(Protocol):
-    """What the write of a prompt asks of its layer."""
+    """The parts of a layer that the write of a prompt uses."""
 
     ttt: TargetGenerator
 
     def base_weight(self) -> Tensor:
-        """W0 [d, h]."""
+        """Returns W0 [d, h]."""
 
 
 def ridge_write(keys: Tensor, values: Tensor, w0: Tensor, settings: PromptWrite) -> Tensor:
-    """η' ΔW [d, h] of keys [m, h] and values [m, d], see `PromptWrite`; in float64, by the smaller of the two
-    Gram matrices."""
+    """Computes the ridge regression of a prompt's write, in float64.
+
+    It solves with the smaller of the two Gram matrices, [h, h] or [m, m].
+
+    Args:
+        keys: Z [m, h].
+        values: V [m, d].
+        w0: W0 [d, h].
+        settings: the settings of the write, see `PromptWrite`.
+
+    Returns:
+        η' ΔW [d, h], float64.
+    """
     k, v, w = (x.to(torch.float64) for x in (keys, values, w0))
     residual = v - k @ w.T
     wide = len(k) > k.shape[1]
@@ -51,11 +61,11 @@ def ridge_write(keys: Tensor, values: Tensor, w0: Tensor, settings: PromptWrite)
 
 
 _KEPT = SumRule(preserve_row_norms=True)
-"""The layer makes what is read of a prompt's write, row norms kept or not."""
+"""A rule under which `State` reads through `_Reads.readout`, also if row norms are not kept."""
 
 
 class _Reads:
-    """How W0 + D is read, as `State` asks it: D is what was written, η' included."""
+    """The reader of W0 + D for `State`. D is the state, with η' included."""
 
     eta = 1.0
 
@@ -71,27 +81,29 @@ class _Reads:
 
 
 class _End:
-    """The last rows of Z [n, h] and X [n, d] that one sequence has read: `room` of them, and less than as
-    many again."""
+    """The last rows of Z [n, h] and X [n, d] of one sequence.
+
+    It holds at least `room` of them, if there are so many, and less than twice `room`.
+    """
 
     def __init__(self, room: int) -> None:
         self.room, self.pieces = room, list[tuple[Tensor, Tensor]]()
         self.held = 0
 
     def put(self, z: Tensor, x: Tensor) -> None:
-        """Rows [n, h] and [n, d] behind the others."""
+        """Appends rows [n, h] and [n, d]."""
         self.pieces.append((z[-self.room :].clone(), x[-self.room :].clone()))
         self.held += len(self.pieces[-1][0])
         if self.held >= 2 * self.room or len(self.pieces) > 64:
             self._keep(self.last(self.room))
 
     def last(self, n: int) -> tuple[Tensor, Tensor]:
-        """The last n rows, or as many as there are."""
+        """Returns the last n rows, or all if there are fewer."""
         z, x = (torch.cat(tensors) for tensors in zip(*self.pieces, strict=True))
         return z[-n:], x[-n:]
 
     def drop(self, n: int) -> None:
-        """Forget the last n rows."""
+        """Drops the last n rows."""
         z, x = self.last(self.held)
         self._keep((z[: self.held - n], x[: self.held - n]))
 
@@ -105,16 +117,20 @@ class _End:
 
 
 class PromptStream(FastWeightStream):
-    """What a layer keeps of each sequence of a batch: the end of its prompt until that is written, then what
-    was written.
+    """The stream of a layer with `prompt_write`.
 
-    Until then every token reads W0. The state is η' ΔW [B, d, h].
+    It keeps the end of each sequence's prompt until the prompt is written, and every token reads W0. After
+    the write it keeps the state, η' ΔW [B, d, h].
+
+    Args:
+        batch: B, number of sequences.
+        settings: the settings of the write.
     """
 
     def __init__(self, batch: int, settings: PromptWrite) -> None:
         super().__init__(batch, 1, update_on_decode=False)
         self.settings = settings
-        self.ends = [_End(settings.window + 1) for _ in range(batch)]  # a pair takes two tokens
+        self.ends = [_End(settings.window + 1) for _ in range(batch)]  # a pair needs two tokens
         self.seen, self.since = [0] * batch, [0] * batch
         self.is_written = self._has_gap = False
 
@@ -125,20 +141,35 @@ class PromptStream(FastWeightStream):
 
     @property
     def written(self) -> list[int]:
-        """Writes, for each row: one, once the prompt is written."""
+        """Number of writes per row: 1 after the prompt is written, else 0."""
         return [int(self.is_written)] * self.batch
 
     @property
     def tokens(self) -> list[int]:
-        """Tokens read, for each row."""
+        """Number of tokens read, per row."""
         return self.seen
 
     @torch.no_grad()
     def advance(
         self, out: Tensor, z: Tensor, x: Tensor, spans: list[Span], layer: Any, *, generated: bool = False
     ) -> Tensor:
-        """Add what is read to `out` [B, T, d] in place; before the write, keep the end of what comes in, z
-        [B, T, h] and x [B, T, d]."""
+        """Adds the reads to `out` in place. Before the write, keeps the end of the new tokens.
+
+        Args:
+            out: outputs without fast weights [B, T, d].
+            z: keys [B, T, h].
+            x: target source [B, T, d].
+            spans: for each row, the span of its tokens without padding.
+            layer: the layer that reads.
+            generated: unused.
+
+        Returns:
+            `out`.
+
+        Raises:
+            InPlaceTTTError: if the batch has another number of rows than the cache, or the cache was filled
+                with gradients on.
+        """
         if len(spans) != self.batch:
             raise InPlaceTTTError(
                 f"the cache holds {self.batch} sequences, the batch has {len(spans)}; start a new cache."
@@ -155,8 +186,14 @@ class PromptStream(FastWeightStream):
 
     @torch.no_grad()
     def write(self, layer: PromptedLayer) -> None:
-        """Write the prompt: the last pairs of all that was read; sequences of less than three tokens write
-        nothing."""
+        """Writes the last pairs of each sequence. A sequence of less than three tokens writes nothing.
+
+        Args:
+            layer: the layer that writes.
+
+        Raises:
+            InPlaceTTTError: if the prompt is already written, or part of it was read with TTT off.
+        """
         self.check_holds_state()
         if self.is_written:
             raise InPlaceTTTError(
@@ -165,7 +202,8 @@ class PromptStream(FastWeightStream):
             )
         if self._has_gap:
             raise InPlaceTTTError(
-                "some of the prompt was read with TTT off, so that its pairs are not known; read it anew."
+                "part of the prompt was read with TTT off, so that some of its pairs are missing; read it "
+                "anew with TTT on."
             )
         w0 = layer.base_weight()
         accurate = state_dtype(w0.dtype)
@@ -177,16 +215,19 @@ class PromptStream(FastWeightStream):
                 with without_autocast(w0.device):
                     total[row] = ridge_write(z[:-1], source @ proj, w0, self.settings)
             end.__init__(end.room)  # type: ignore[misc]
-            self.since[row] = 1  # the last token may be taken back, to be read again
+            self.since[row] = 1  # the last token may be cropped, to be read again
         self._state = State(total, _KEPT)
         self.is_written = True
 
     def skip(self) -> None:
-        """Note tokens in the cache that were not taken in: what comes before and after them is no pair."""
+        """Records tokens in the cache that this stream did not receive.
+
+        The tokens before and after them do not form a pair.
+        """
         self._has_gap = self._has_gap or any(self.seen)
 
     def crop(self, tokens: int) -> None:
-        """Forget the last `tokens` tokens of every row, as if they had never been read."""
+        """Removes the last `tokens` tokens of every row, as if they had never been read."""
         if tokens == 0 or self._abandoned:
             return
         self.check_crop(tokens)
@@ -200,7 +241,7 @@ class PromptStream(FastWeightStream):
             self.since[row] -= n
 
     def check_crop(self, tokens: int) -> None:
-        """Raises InPlaceTTTError where `crop` could not forget so many tokens."""
+        """Raises InPlaceTTTError if `crop` cannot remove so many tokens."""
         if tokens == 0 or self._abandoned or all(tokens >= seen for seen in self.seen):
             return
         for end, seen, since in zip(self.ends, self.seen, self.since, strict=True):
@@ -251,8 +292,10 @@ class PromptStream(FastWeightStream):
 
 
 def stream_class(config: InPlaceTTTConfig) -> type[FastWeightStream]:
-    """What keeps a layer's fast weight under this config: chunk by chunk, by loss gradients, or a prompt at
-    its end."""
+    """Returns the class of streams for a config.
+
+    The write is per chunk, per chunk by loss gradients, or once at a prompt's end.
+    """
     if config.target == "gradient":
         return GradientStream
     return FastWeightStream if config.prompt_write is None else PromptStream

@@ -1,4 +1,4 @@
-"""Which weights hold their numbers in the open, and which in a form that is their quantiser's own."""
+"""Distinguishes plain weights from weights in the format of a quantization library."""
 
 from __future__ import annotations
 
@@ -11,18 +11,28 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def parameter_dtype(weight: torch.dtype) -> torch.dtype:
-    """The dtype of new parameters beside a weight: its own, or bfloat16 where that is a storage format
-    (float8, integers)."""
+    """Returns the dtype of new parameters beside a weight.
+
+    Args:
+        weight: the weight's dtype.
+
+    Returns:
+        The same dtype, or bfloat16 for a storage format (float8, integers).
+    """
     return weight if weight.is_floating_point and weight.itemsize >= 2 else torch.bfloat16
 
 
 def is_encoded(weight: Tensor) -> bool:
-    """Whether a weight of floating dtype is none inside, as torchao's and quanto's are: few operations know
-    it."""
+    """Returns True for a weight with a floating dtype that is stored in another format.
+
+    Weights of torchao and quanto are such tensor subclasses. They support few operations.
+    """
     return is_traceable_wrapper_subclass(weight) and not isinstance(weight, DTensor)
 
 
 def readable_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Names and values of the parameters that are not quantised; the packing of the others may change while
-    the model runs."""
+    """Returns the names and values of the parameters that are not quantized.
+
+    Quantized ones are left out, since their packing may change while the model runs.
+    """
     return ((name, p) for name, p in module.named_parameters() if p.is_floating_point() and not is_encoded(p))

@@ -1,5 +1,4 @@
-"""One layer's fast weight while a sequence streams in: prefill, chunked prefill and token by token are one
-function."""
+"""One layer's fast weight, read in pieces: prefill, chunked prefill and decoding are one function."""
 
 from __future__ import annotations
 
@@ -18,22 +17,21 @@ from ..rules import PAPER_RULE, Rule
 from .buffers import OpenChunks, Reader, State
 
 _UNDO_REACH = 128
-"""Tokens after which a written chunk can no longer be taken back, unless one forward read them all."""
+"""Tokens after which a written chunk can no longer be cropped, unless one forward read them all."""
 
 
 class StreamedLayer(Reader, Protocol):
-    """What a stream asks of its layer."""
+    """The parts of a layer that a stream uses."""
 
     def write(
         self, z: Tensor, x: Tensor, layout: ChunkLayout, state: Tensor | None, *, reads: bool
     ) -> tuple[Tensor, Tensor]:
-        """As `FastWeight.write`: what the keys read (only if `reads`), and the states after their complete
-        chunks."""
+        """Returns the reads (only if `reads`) and the new states, as `FastWeight.write` does."""
 
 
 @dataclass
 class _Undo:
-    """A row as it was before its last chunk was written."""
+    """A row's state before the last write, and the Z and X (or ids and positions) of the chunk written."""
 
     state: Tensor | None
     z: Tensor
@@ -42,9 +40,13 @@ class _Undo:
 
 @dataclass
 class _Row:
-    """How far one sequence is. filled: tokens in its open chunk. written: chunks written.
+    """The position of one sequence.
 
-    unbroken: tokens since padding, or since tokens that the stream did not take in.
+    Attributes:
+        filled: tokens in the open chunk.
+        written: chunks written.
+        unbroken: tokens since padding, or since tokens that the stream did not receive.
+        undo: the row before its last write, while that write can be undone.
     """
 
     filled: int = 0
@@ -54,8 +56,14 @@ class _Row:
 
 
 class FastWeightStream:
-    """State S, the open chunk's rows, and what it takes to step back; one entry for each sequence of the
-    batch."""
+    """The stream of one layer: for each sequence its state S, its open chunk, and the undo of its last write.
+
+    Args:
+        batch: B, number of sequences.
+        chunk_size: tokens per chunk.
+        update_on_decode: True if generated tokens are written.
+        rule: the update rule.
+    """
 
     def __init__(
         self, batch: int, chunk_size: int, update_on_decode: bool = True, rule: Rule = PAPER_RULE
@@ -68,7 +76,7 @@ class FastWeightStream:
 
     @classmethod
     def of(cls, config: InPlaceTTTConfig, batch: int) -> FastWeightStream:
-        """An empty stream of a layer with this config."""
+        """Returns an empty stream of a layer with this config."""
         return cls(batch, config.chunk_size, config.update_on_decode, config.rule)
 
     @property
@@ -77,28 +85,30 @@ class FastWeightStream:
 
     @property
     def state(self) -> Tensor | None:
-        """S [B, d, h] float32 without η, the sums [B, d + r, r] of least squares, or η'ΔW of a prompt; None
-        while nothing is written."""
+        """The states: S [B, d, h] without η, the sums [B, d + r, r] of the ridge rule, or a prompt's η'ΔW.
+
+        Float32, or float64 for float64 models. None before the first write.
+        """
         return None if self._state is None else self._state.value
 
     @property
     def filled(self) -> list[int]:
-        """Tokens in the open chunk, for each row."""
+        """Number of tokens in the open chunk, per row."""
         return [row.filled for row in self.rows]
 
     @property
     def written(self) -> list[int]:
-        """Chunks written, for each row."""
+        """Number of chunks written, per row."""
         return [row.written for row in self.rows]
 
     @property
     def tokens(self) -> list[int]:
-        """Tokens taken in, for each row."""
+        """Number of tokens received, per row."""
         return [row.written * self.chunk_size + row.filled for row in self.rows]
 
     @property
     def is_empty(self) -> bool:
-        """Whether no token has been read, so that a stream for another batch may take this one's place."""
+        """True before the first token. A stream for another batch may then replace this one."""
         return not any(self.tokens) and not self._abandoned
 
     @torch.no_grad()
@@ -112,13 +122,26 @@ class FastWeightStream:
         *,
         generated: bool = False,
     ) -> Tensor:
-        """Add what is read to `out` [B, T, d] in place and take the rows' tokens in; keys z [B, T, r], target
-        source x [B, T, d].
+        """Adds the reads to `out` in place, and the new tokens to the open chunks.
 
-        spans: the real tokens of each row. A token reads the chunks completed before it; a chunk is written
-            when its
-        last token has been read. generated: the model made these tokens; they write if `update_on_decode` is
-        on.
+        A token reads the chunks that were complete before it. A chunk is written after its last token is
+        read.
+
+        Args:
+            out: outputs without fast weights [B, T, d].
+            z: keys [B, T, r].
+            x: target source [B, T, d].
+            spans: for each row, the span of its tokens without padding.
+            layer: the layer that reads and writes.
+            generated: True if the model generated these tokens. They are written only with
+                `update_on_decode`.
+
+        Returns:
+            `out`.
+
+        Raises:
+            InPlaceTTTError: if the batch has another number of rows than the cache, or the cache was filled
+                with gradients on.
         """
         if len(spans) != self.batch:
             raise InPlaceTTTError(
@@ -143,8 +166,8 @@ class FastWeightStream:
                 if start < stop:
                     self._take(index, z[index, start:stop], x[index, start:stop], layer, undoable=True)
             return out
-        # the open chunks, then whole chunks together, then each row's last whole chunk, which may be taken
-        # back, and the rest
+        # first the open chunks, then whole chunks together, then each row's last whole chunk, which can be
+        # undone, and its rest
         whole = []
         for index, (start, stop) in enumerate(spans):
             opened = min(start + -self.rows[index].filled % self.chunk_size, stop)
@@ -157,21 +180,21 @@ class FastWeightStream:
         return out
 
     def _drop_old_undos(self) -> None:
-        # An undo costs as much as the state. Guesses of assisted decoding come back within a few tokens.
+        # An undo needs as much memory as the state. Assisted decoding rejects guesses within a few tokens.
         for row in self.rows:
             row.undo = row.undo if row.filled <= _UNDO_REACH and row.filled < row.unbroken else None
 
     def _read(
         self, out: Tensor, z: Tensor, layer: StreamedLayer, row: int | None = None, *, whole: bool = False
     ) -> None:
-        """whole: the tokens are a whole chunk of each row that is read."""
+        """Adds the reads to `out`; `whole` if the tokens are a whole chunk of each row that is read."""
         if self._state is not None:
             self._state.add_read(out, z, layer, row, whole=whole)
 
     def _take_span(
         self, out: Tensor, z: Tensor, x: Tensor, row: int, span: Span, last: int, layer: StreamedLayer
     ) -> None:
-        """Read and take in a row's span, one chunk after the other; the row's tokens end at `last`."""
+        """Reads a row's span and adds its tokens, chunk by chunk; the row's tokens end at `last`."""
         start, stop = span
         while start < stop:
             end = min(start + self.chunk_size - self.rows[row].filled, stop)
@@ -188,7 +211,7 @@ class FastWeightStream:
             start = end
 
     def _take_whole(self, out: Tensor, z: Tensor, x: Tensor, spans: list[Span], layer: StreamedLayer) -> None:
-        """Read and take in spans of whole chunks, all rows at once; none can be taken back."""
+        """Reads and writes spans of whole chunks, all rows at once; none of them can be undone."""
         documents = tuple((span,) if span[0] < span[1] else () for span in spans)
         read, state = layer.write(
             z, x, ChunkLayout.shared(documents, z.shape[1], self.chunk_size), self.state, reads=True
@@ -199,8 +222,7 @@ class FastWeightStream:
             row.written += (stop - start) // self.chunk_size
 
     def _take(self, index: int, z: Tensor, x: Tensor, layer: StreamedLayer, undoable: bool) -> None:
-        """Take tokens of one row into its open chunk, [n, h] and [n, d]; write the chunk if they complete
-        it."""
+        """Adds tokens [n, h] and [n, d] to a row's open chunk, and writes the chunk if it is complete."""
         row = self.rows[index]
         if row.filled + len(z) < self.chunk_size:
             self._open.put(index, row.filled, z, x)
@@ -212,7 +234,7 @@ class FastWeightStream:
         after = layer.write(z[None], x[None], chunk, None if before is None else before[None], reads=False)[
             1
         ][0]
-        if undoable and self.update_on_decode:  # or no crop is granted
+        if undoable and self.update_on_decode:  # otherwise every crop is refused
             row.undo = _Undo(
                 before.clone() if before is not None and row.written else None, z.clone(), x.clone()
             )
@@ -222,20 +244,23 @@ class FastWeightStream:
         row.filled, row.written = 0, row.written + 1
 
     def _thaw(self) -> None:
-        """What was made under torch.inference_mode() cannot be changed outside of it; copy it once."""
+        """Copies tensors made under torch.inference_mode(), which cannot be changed outside of it."""
         if not torch.is_inference_mode_enabled():
             self._open.thaw()
             if self._state is not None:
                 self._state.thaw()
 
     def skip(self) -> None:
-        """Note tokens in the cache that were not taken in; a crop cannot step over them."""
+        """Records tokens in the cache that this stream did not receive; a crop cannot go back beyond them."""
         for row in self.rows:
             row.unbroken = 0
 
     def abandon(self) -> None:
-        """Note a forward with gradients, which reads whole documents and leaves no state here to go on
-        from."""
+        """Records a forward with gradients, which reads whole documents and keeps no state in this stream.
+
+        Raises:
+            InPlaceTTTError: if the stream has received tokens, or already had such a forward.
+        """
         if any(self.tokens) or self._abandoned:
             raise InPlaceTTTError(
                 "gradients do not flow through a cache that holds a sequence; pass use_cache=False or use "
@@ -244,6 +269,7 @@ class FastWeightStream:
         self._abandoned = True
 
     def check_holds_state(self) -> None:
+        """Raises InPlaceTTTError if a forward with gradients has filled the cache (see `abandon`)."""
         if self._abandoned:
             raise InPlaceTTTError(
                 "this cache was filled with gradients on, which keeps no state; fill it under "
@@ -251,7 +277,7 @@ class FastWeightStream:
             )
 
     def crop(self, tokens: int) -> None:
-        """Forget the last `tokens` tokens of every row, as if they had never been read."""
+        """Removes the last `tokens` tokens of every row, as if they had never been read."""
         if tokens == 0 or self._abandoned:
             return
         self.check_crop(tokens)
@@ -272,14 +298,14 @@ class FastWeightStream:
             row.unbroken -= n
 
     def check_crop(self, tokens: int) -> None:
-        """Raises InPlaceTTTError where `crop` could not forget so many tokens."""
+        """Raises InPlaceTTTError if `crop` cannot remove so many tokens."""
         if tokens == 0 or self._abandoned:
             return
         if not self.update_on_decode:
             raise InPlaceTTTError(
-                "with update_on_decode off, tokens cannot be taken back: generated ones were not written, "
-                "and nothing tells "
-                "them from the others; generate without an assistant and without prompt lookup."
+                "with update_on_decode off, tokens cannot be taken back, since generated ones were not "
+                "written and cannot be distinguished from the others; generate without an assistant and "
+                "without prompt lookup."
             )
         for row, held in zip(self.rows, self.tokens, strict=True):
             n = min(tokens, held)
@@ -298,8 +324,10 @@ class FastWeightStream:
                 )
 
     def _take_back(self, index: int) -> None:
-        """Reopen a row's last written chunk; the tokens read since, in the chunk after it, are counted and
-        not kept."""
+        """Makes a row's last written chunk its open chunk again.
+
+        The tokens read since are counted in `filled`, but their rows of Z and X are dropped.
+        """
         row = self.rows[index]
         assert self._state is not None and row.undo is not None
         self._state.put(index, row.undo.state)
@@ -307,11 +335,15 @@ class FastWeightStream:
         row.filled, row.written, row.undo = row.filled + self.chunk_size, row.written - 1, None
 
     def reset(self) -> None:
-        """Back to W0, no tokens read."""
+        """Empties the stream: tokens read W0 again."""
         self.__init__(self.batch, self.chunk_size, self.update_on_decode, self.rule)  # type: ignore[misc]
 
     def select(self, rows: list[int]) -> None:
-        """Keep the given rows, in this order, repeats included (beam search, batch select, repeat)."""
+        """Keeps the given rows in this order, with repeats (beam search, batch select, repeat).
+
+        Args:
+            rows: indices of rows.
+        """
         if rows == list(range(self.batch)):
             return
         self._open = self._open.select(rows)
@@ -319,20 +351,19 @@ class FastWeightStream:
         self.rows = [dataclasses.replace(self.rows[row]) for row in rows]
 
     def lend(self, sources: list[int]) -> None:
-        """Give row r the state of row sources[r]; what each row has in its open chunk, and how far it is,
-        stay its own."""
+        """Gives row r the state of row sources[r]. Its open chunk and its counts stay its own."""
         self._state = self._state and self._state.select(sources)
 
     @property
     def asks_again(self) -> int:
-        """How many of the last tokens a write may have to read again, so that their KV cache must be kept."""
+        """Number of last tokens that a write may read again, so that their KV cache must be kept."""
         return 0
 
     def forget_attention(self) -> None:
-        """Go on without the KV cache of the tokens that were read."""
+        """Prepares the stream for a new KV cache, without the tokens read so far."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that the stream holds, as tensors to save; `restore` is the inverse."""
+        """Returns the stream's contents as tensors to save; `restore` is the inverse."""
         self.check_holds_state()
         held = {"counts": torch.tensor([self.filled, self.written, [row.unbroken for row in self.rows]])}
         if self.state is not None:
@@ -345,7 +376,13 @@ class FastWeightStream:
     def restore(
         cls, tensors: dict[str, Tensor], config: InPlaceTTTConfig, dtype: torch.dtype
     ) -> FastWeightStream:
-        """A stream from its saved tensors, for a model of this config that computes in `dtype`."""
+        """Returns the stream of saved tensors.
+
+        Args:
+            tensors: from `tensors`.
+            config: the model's config.
+            dtype: the dtype in which the model computes.
+        """
         counts = tensors["counts"].tolist()
         stream = cls.of(config, len(counts[0]))
         stream.rows = [_Row(*row) for row in zip(*counts, strict=True)]

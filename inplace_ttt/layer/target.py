@@ -1,4 +1,4 @@
-"""The target generator V = Conv(X) · P (paper §3.2) with every new parameter of a TTT layer."""
+"""The target generator V = Conv(X) · P (paper §3.2), which holds all new parameters of a TTT layer."""
 
 from __future__ import annotations
 
@@ -15,24 +15,38 @@ from .whitened_keys import WhitenedKeys
 from .write_gate import WriteGate
 
 _SHARED_SEED = 1234567
-"""Of the diagonal that all layers share, as the public code of TTT-NTP draws it."""
+"""Seed of the diagonal that all layers share, as in the public code of TTT-NTP."""
 
 
 class TargetGenerator(nn.Module):
-    """V = Conv(X) · P: depthwise convolution inside each chunk, then P from the right, untransposed.
+    """The target generator V = Conv(X) · P (paper §3.2).
 
-    conv [d, 1, k] and proj [d, d] are its parameters. The convolution is a correlation without bias; taps
-    that fall outside the token's own chunk read zero. Tap j of a token t is t + j - k//2 ("lookahead") or t +
-    j - k + 1 ("causal"). With "next" (extension) there is none: V_t = X_{t+1} P, and zero for a chunk's last
-    token. With the extensions of the config, it also holds what was measured on a text: `mean` [d] and `gain`
-    [], under which (X - mean) · gain stands in for X, and the whitened keys and the gate of writes; and P
-    starts from a text where it is calibrated.
+    Conv is a depthwise correlation without bias inside each chunk. With "lookahead", tap j of token t reads
+    token t + j - k//2; with "causal", token t + j - k + 1. Taps outside the token's chunk read zero. P
+    multiplies from the right and is not transposed. "next" (extension) omits the convolution: V_t = X_{t+1}
+    P, and zero for a chunk's last token.
+
+    Args:
+        dim: d.
+        kernel_size: k, number of taps.
+        conv: "lookahead", "causal" or "next".
+        normalize_targets: extension. (X - mean) · gain replaces X.
+        proj_init: start of P. All but "random_diagonal" are extensions. "calibrated" is measured on a text.
+        keys: whitened keys (extension), measured on a text.
+        write_gate: gate of writes (extension).
+        factory: `device` and `dtype` of the parameters and buffers.
+
+    Attributes:
+        conv: the kernel [d, 1, k]; None with "next".
+        proj: P [d, d].
+        mean: [d], measured on a text; None without `normalize_targets`.
+        gain: [], measured on a text; None without `normalize_targets`.
     """
 
     conv: nn.Parameter  # None with conv="next"
     mean: Tensor | None
     gain: Tensor | None
-    _is_hf_initialized = False  # by this mark transformers knows what to leave as it is
+    _is_hf_initialized = False  # transformers does not initialize modules that set this to True
 
     def __init__(
         self,
@@ -61,16 +75,20 @@ class TargetGenerator(nn.Module):
 
     @property
     def gate(self) -> nn.Parameter | None:
-        """The write gate's parameter [r + 1], if there is one."""
+        """The write gate's parameter [r + 1], or None."""
         return None if self.write_gate is None else self.write_gate.gate
 
     @torch.no_grad()
     def reset_parameters(self, std: float, seed: int) -> None:
-        """Conv zero, P diagonal N(0, std²) (paper appendix C.3): the model starts as its base, yet conv has a
-        gradient. The gate zero, so that all writes count alike.
+        """Sets conv to zero and P to a diagonal drawn from N(0, std²) (paper appendix C.3).
 
-        Of the extensions, the diagonal that all layers share takes no notice of `seed`, and the identity of
-        neither. A calibrated P, and all else that is measured on a text, is zero until it is.
+        With a convolution, the model then computes the same as its base, yet conv has a gradient. The gate is
+        zero, so that all writes have weight 1. A calibrated P, and all other measured tensors, are zero until
+        they are measured.
+
+        Args:
+            std: standard deviation of the diagonal. P = identity ignores it.
+            seed: seed of the diagonal. P = identity, and the diagonal that all layers share, ignore it.
         """
         for tensor in (*self.parameters(), *self.buffers()):
             tensor.zero_()
@@ -83,7 +101,18 @@ class TargetGenerator(nn.Module):
         self._is_hf_initialized = True
 
     def forward(self, x: Tensor, layout: ChunkLayout) -> Tensor:
-        """Targets [B, T, d] of the source x [B, T, d], in the parameters' dtype."""
+        """Computes the targets.
+
+        Args:
+            x: target source [B, T, d].
+            layout: the documents and their chunks.
+
+        Returns:
+            V [B, T, d], in the parameters' dtype.
+
+        Raises:
+            InPlaceTTTError: if a tensor that the config needs was not measured yet.
+        """
         x = x.to(self.proj.device, self.proj.dtype)
         self.check_measured()
         x = self.normalize_source(x)
@@ -95,13 +124,18 @@ class TargetGenerator(nn.Module):
         return mixed @ self.proj
 
     def normalize_source(self, x: Tensor) -> Tensor:
-        """(x - mean) · gain, or x as it is; in x's dtype, which mixed precision may make narrower than a
-        buffer's."""
+        """Returns (x - mean) · gain, or x without `normalize_targets`.
+
+        The result has x's dtype, which may be narrower than that of the buffers (mixed precision).
+
+        Args:
+            x: target source [..., d].
+        """
         return x if self.mean is None or self.gain is None else ((x - self.mean) * self.gain).to(x.dtype)
 
-    @torch.compiler.assume_constant_result  # a graph cannot look at numbers; looked at while it is traced
+    @torch.compiler.assume_constant_result  # a graph cannot check values; this check runs while it is traced
     def check_measured(self) -> None:
-        """Refuse, once, what a text should have been measured for and is zero still."""
+        """Raises InPlaceTTTError if a tensor measured on a text is still zero. Checks until it passes."""
         if not self._is_measured:
             measured = [
                 self.mean,
@@ -120,16 +154,23 @@ class TargetGenerator(nn.Module):
 
 
 class GradientTarget(nn.Module):
-    """What a layer of `target: gradient` adds: nothing that is trained, and the scale of its targets,
-    measured on a text.
+    """The module `ttt` of a layer with `target: gradient`: the scale of the targets, measured on a text.
 
-    A token's target is V_t = -gain ∂L/∂o_t, L the summed loss of the chunk's tokens, o_t the
-    down-projection's output. gain [] is rms‖o_t‖ / (rms‖∂L/∂o_t‖ · mean‖k_t‖²) over the text, so that at η =
-    1 a key reads back a write of about the output's size.
+    A token's target is V_t = -gain ∂L/∂o_t. L is the summed loss of the chunk's tokens, and o_t the
+    down-projection's output. At η = 1 a key then reads back a write of about the output's size. The gate of
+    writes, if there is one, is the only trained parameter.
+
+    Args:
+        keys: whitened keys (extension), measured on a text.
+        write_gate: gate of writes (extension).
+        factory: `device` and `dtype` of the buffer.
+
+    Attributes:
+        gain: [], rms‖o_t‖ / (rms‖∂L/∂o_t‖ · mean‖k_t‖²) over the text.
     """
 
     gain: Tensor
-    conv = proj = mean = None  # of a generator of targets
+    conv = proj = mean = None  # attributes of a target generator
     _is_hf_initialized = False
 
     def __init__(
@@ -141,18 +182,25 @@ class GradientTarget(nn.Module):
 
     @property
     def gate(self) -> nn.Parameter | None:
-        """The write gate's parameter [r + 1], if there is one."""
+        """The write gate's parameter [r + 1], or None."""
         return None if self.write_gate is None else self.write_gate.gate
 
     @torch.no_grad()
     def reset_parameters(self, std: float, seed: int) -> None:
-        """All zero, until it is measured."""
+        """Sets all tensors to zero, until they are measured."""
         for tensor in (*self.parameters(), *self.buffers()):
             tensor.zero_()
         self._is_hf_initialized = True
 
     def targets(self, gradient: Tensor) -> Tensor:
-        """Returns V [..., d] of the loss gradient at the down-projection's output [..., d]."""
+        """Returns the targets V [..., d].
+
+        Args:
+            gradient: the loss gradient at the down-projection's output [..., d].
+
+        Raises:
+            InPlaceTTTError: if the gain was not measured yet.
+        """
         self.check_measured()
         return -self.gain.to(gradient.dtype) * gradient
 

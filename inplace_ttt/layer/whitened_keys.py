@@ -10,11 +10,19 @@ from torch.nn.functional import linear
 
 
 class WhitenedKeys(nn.Module):
-    """k = A (z - ‖z‖ c), r numbers a token; see `KeyWhitening`.
+    """Whitened keys k = A (z - ‖z‖ c), of r numbers per token; see `KeyWhitening`.
 
-    directions A [r, h] and centre c [h] are buffers, filled by `inplace_ttt.calibration.calibrate`. r h
-    multiply-adds a token. A key grows as its z does, as what W0 gives does: a token whose z is next to
-    nothing, which a norm behind W0 makes large, reads next to nothing.
+    They cost r h multiply-adds per token. A key scales with its z, as W0 z does. So a token whose z is almost
+    zero reads almost nothing, also in a model with a norm after W0, which makes such outputs large.
+
+    Args:
+        width: h.
+        rank: r.
+        factory: `device` and `dtype` of the buffers.
+
+    Attributes:
+        directions: A [r, h], filled by `inplace_ttt.calibration.calibrate`.
+        centre: c [h], filled by the same.
     """
 
     directions: Tensor
@@ -26,7 +34,7 @@ class WhitenedKeys(nn.Module):
         self.register_buffer("centre", torch.zeros(width, **factory))
 
     def forward(self, z: Tensor) -> Tensor:
-        """Keys [..., r] of z [..., h], in z's dtype."""
+        """Returns the keys [..., r] of z [..., h], in z's dtype."""
         length = torch.linalg.vector_norm(
             z, dim=-1, keepdim=True, dtype=torch.promote_types(z.dtype, torch.float32)
         )

@@ -1,5 +1,4 @@
-"""A gate of writes (extension): how much each token counts in what least squares fits, by its whitened
-key."""
+"""A gate of writes (extension): the weight of each token in the ridge regression, from its whitened key."""
 
 from __future__ import annotations
 
@@ -13,10 +12,17 @@ from ..ops.precision import without_autocast
 
 
 class WriteGate(nn.Module):
-    """β = 2σ(√r w·k + b) of keys k [..., r], between 0 and 2; 1 for all before it has learnt.
+    """The weight β = 2σ(√r w·k + b) of a token with key k, between 0 and 2. Before training it is 1.
 
-    gate [r + 1] holds w and, last, b. Whitened keys have a norm of about 1, so that √r k are numbers of about
-    1, and an optimiser moves w as it moves P.
+    Whitened keys have a norm of about 1, so the entries of √r k are about 1. An optimizer then moves w as it
+    moves P.
+
+    Args:
+        rank: r.
+        factory: `device` and `dtype` of the parameter.
+
+    Attributes:
+        gate: w and, last, b: [r + 1].
     """
 
     def __init__(self, rank: int, **factory: Any) -> None:
@@ -24,7 +30,7 @@ class WriteGate(nn.Module):
         self.gate = nn.Parameter(torch.zeros(rank + 1, **factory))
 
     def forward(self, keys: Tensor) -> Tensor:
-        """β [...] of keys [..., r], in the dtype of states."""
+        """Returns β [...] of keys [..., r], in the dtype of states."""
         accurate = state_dtype(keys.dtype)
         weight, bias = self.gate.to(accurate).split([keys.shape[-1], 1])
         with without_autocast(keys.device):

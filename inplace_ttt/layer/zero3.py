@@ -1,4 +1,4 @@
-"""Parameters under DeepSpeed's ZeRO stage 3, which are empty until they are gathered from the ranks."""
+"""Parameters under DeepSpeed's ZeRO stage 3. They are empty until they are gathered from the ranks."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from torch import Tensor, nn
 
 
 def is_partitioned(parameter: Tensor) -> bool:
+    """Returns True if ZeRO stage 3 has partitioned the parameter."""
     return hasattr(parameter, "ds_id")
 
 
 @contextmanager
 def gathered(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Within it partitioned parameters are whole, on every rank; what rank 0 writes to them stays. Others are
-    untouched."""
+    """Gathers partitioned parameters on every rank inside the context, and keeps the changes of rank 0.
+
+    Other parameters stay as they are.
+    """
     partitioned = [p for p in parameters if is_partitioned(p)]
     if not partitioned:
         yield
@@ -27,7 +30,7 @@ def gathered(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 def whole(parameter: Tensor) -> Tensor:
-    """The parameter, or a copy of it where it is partitioned."""
+    """Returns the parameter, or a gathered copy if it is partitioned."""
     if not is_partitioned(parameter):
         return parameter
     import deepspeed
