@@ -78,8 +78,8 @@ class KeyWhitening:
 
     z is the down-projection's input, and c = E[‖z‖z] / E[‖z‖²] is its center over a calibration text. U and Λ
     are the r largest directions and variances of z - ‖z‖c. The raw inputs vary in few directions. So raw keys
-    are nearly collinear, and every read returns a mixture of all writes. s makes the mean of ‖k‖² about one,
-    so that a key that was written once reads its own target back with a weight of about one.
+    are nearly collinear, and every read returns a mixture of all writes. s makes the mean of ‖k‖² about one.
+    So a key that was written once reads its own target back with a weight of about one.
 
     Args:
         rank: r. An integer is the number of directions, a float up to 1.0 a fraction of the model's width d,

@@ -81,9 +81,12 @@ class Rule(ABC):
 class SumRule(Rule):
     """The paper's rule: a layer keeps S = Σ V_jᵀZ_j [d, r] and reads S itself (Eq. (1)).
 
-    Extensions of TTT-NTP: write_norm "spectral" divides a chunk's delta by its spectral norm;
-    preserve_row_norms scales each row of W0 + ηS to the norm of W0's row; prompt_write replaces the chunks'
-    writes by one write at the end of a prompt.
+    Its options are extensions of TTT-NTP.
+
+    Args:
+        write_norm: "spectral" divides a chunk's write by its spectral norm.
+        preserve_row_norms: scales each row of W0 + ηS to the norm of W0's row.
+        prompt_write: replaces the chunks' writes by one write at the end of a prompt.
     """
 
     write_norm: WriteNorm | None = None
@@ -151,8 +154,11 @@ class SumRule(Rule):
 class RidgeRule(Rule):
     """Extension: a layer keeps B = Σ V_jᵀZ_j above G = Σ Z_jᵀZ_j, [d + r, r], and reads M = B (G + λI)⁻¹.
 
-    M minimizes Σ ‖V - ZMᵀ‖² + λ‖M‖² over everything written. ridge: λ. write_gate: a learned gate weighs each
-    token in both sums.
+    M minimizes Σ ‖V - ZMᵀ‖² + λ‖M‖² over all written tokens.
+
+    Args:
+        ridge: λ.
+        write_gate: a learned gate weighs each token in both sums.
     """
 
     ridge: float
