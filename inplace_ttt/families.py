@@ -148,7 +148,7 @@ def locate(model: PreTrainedModel) -> Decoder:
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise InPlaceTTTError(
-            f"{name} has an encoder, whose tokens attend to later ones; In-Place TTT needs a decoder-only LM."
+            f"{name} has an encoder, whose tokens see later ones; In-Place TTT needs a decoder-only LM."
         )
     base = _text_decoder(model)
     _check_past(base)
