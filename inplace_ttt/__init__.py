@@ -1,7 +1,7 @@
 """In-Place Test-Time Training (arXiv 2604.06169) for pretrained Hugging Face language models.
 
-Importing it makes converted checkpoints known to transformers. What it names is loaded when it is asked for:
-a command's --help needs no torch, and reading needs no Trainer.
+Importing this package registers converted checkpoints with transformers. Public names are imported on first
+use, so that a command's --help needs no torch, and reading needs no Trainer.
 """
 
 import importlib

@@ -1,10 +1,11 @@
 """Sliding-window attention with sink tokens, for models whose attention can be replaced.
 
-A model that was trained with full attention rests much of it on a document's first tokens; a plain window
-takes these away, and what then repairs the damage looks like memory. So each token sees the last `size`
-tokens, itself among them, and its document's first `sinks`. Layers that have a window of their own keep it,
-or take `size` where that is less, and see no sinks: they never did. Positions stay those of the whole text.
-Without a cache the work grows with the window, not with the length; with `window_cache` the memory does too.
+A model trained with full attention puts much of its attention on a document's first tokens (the sinks). A
+plain window removes them, and the model gets worse. Anything that repairs this damage would look like a gain
+from reading. So each token attends to the last `size` tokens, including itself, and to its document's first
+`sinks` tokens. Layers with a window of their own keep it, or take `size` if that is less, and attend to no
+sinks: they were trained without. Positions stay those of the whole text. Without a cache the work per token
+grows with the window, not with the length; with `window_cache` the memory does too.
 """
 
 from __future__ import annotations
@@ -32,10 +33,15 @@ SINKS = 4
 
 @contextmanager
 def attention_window(model: PreTrainedModel, size: int | None, sinks: int = SINKS) -> Iterator[None]:
-    """Within it the model attends through a window of `size` tokens and the first `sinks`; as ever where size
-    is None.
+    """Gives the model an attention window inside the `with` block.
 
-    Raises InPlaceTTTError for a window that is no window, and for models whose attention cannot be replaced.
+    Args:
+        model: any causal LM of transformers, also a converted one.
+        size: tokens in the window, including the current one; None leaves the attention as it is.
+        sinks: the number of first tokens that every token attends to.
+
+    Raises:
+        InPlaceTTTError: if `size` or `sinks` are out of range, or the model's attention cannot be replaced.
     """
     if size is None:
         yield
@@ -49,7 +55,18 @@ def attention_window(model: PreTrainedModel, size: int | None, sinks: int = SINK
 
 
 def set_attention_window(model: PreTrainedModel, size: int, sinks: int = SINKS) -> None:
-    """`attention_window` for good. Gradients flow; packed documents are told apart by position_ids."""
+    """Gives the model an attention window permanently.
+
+    Gradients flow through it. In packed rows, `position_ids` separate the documents.
+
+    Args:
+        model: any causal LM of transformers, also a converted one.
+        size: tokens in the window, including the current one.
+        sinks: the number of first tokens that every token attends to.
+
+    Raises:
+        InPlaceTTTError: if `size` or `sinks` are out of range, or the model's attention cannot be replaced.
+    """
     if size < 1 or sinks < 0 or sinks >= size:
         raise InPlaceTTTError(
             f"an attention window of {size} with {sinks} sink tokens does not exist; sinks go from 0 to "
@@ -74,8 +91,11 @@ def set_attention_window(model: PreTrainedModel, size: int, sinks: int = SINKS) 
 
 
 def window_cache(model: PreTrainedModel, size: int, sinks: int = SINKS) -> Cache:
-    """A cache for `attention_window`: a layer keeps the first `sinks` and the last `size` - 1 tokens; of its
-    own window the last alone."""
+    """Returns a cache for a model with an attention window of `size` and `sinks`.
+
+    A layer keeps the first `sinks` and the last `size` - 1 tokens. A layer with a window of its own keeps
+    only the last tokens.
+    """
     text = model.config.get_text_config()
     own = getattr(text, "sliding_window", None)
     reach = {"full_attention": (size, sinks), "sliding_attention": (min(size, own or size), 0)}
@@ -83,15 +103,19 @@ def window_cache(model: PreTrainedModel, size: int, sinks: int = SINKS) -> Cache
 
 
 def attention_reach(text: PreTrainedConfig, size: int | None) -> float:
-    """How many tokens back some layer attends, but for sinks; behind a window of `size`, if any. Infinity: to
-    all."""
+    """Returns the longest reach of a layer's attention in tokens, apart from sinks; infinity without a limit.
+
+    Args:
+        text: the config of the text decoder.
+        size: the attention window that the model is given, or None.
+    """
     slides = getattr(text, "sliding_window", None) or math.inf
     own = max(slides if kind == "sliding_attention" else math.inf for kind in attention_kinds(text))
     return own if size is None else min(own, size)
 
 
 class WindowLayer(DynamicSlidingWindowLayer):
-    """A cache layer that forgets what lies between the first tokens and the window."""
+    """A cache layer that drops the tokens between the sinks and the window."""
 
     keys: Tensor
     values: Tensor
@@ -104,8 +128,11 @@ class WindowLayer(DynamicSlidingWindowLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, H, kept + new, D] for this forward; keeps what the next one may see, or all
-        while the past is recorded."""
+        """Appends keys and values, and returns those for this forward [B, H, kept + new, D].
+
+        The layer keeps the tokens that the next forward may attend to, or all tokens while the past is
+        recorded.
+        """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.cumulative_length += key_states.shape[-2]
@@ -119,15 +146,19 @@ class WindowLayer(DynamicSlidingWindowLayer):
         return keys, values
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last -`tokens_to_remove` tokens, and of the others what the next forward cannot see."""
+        """Drops the last -`tokens_to_remove` tokens, and earlier ones that the next forward cannot see.
+
+        Raises:
+            InPlaceTTTError: if earlier tokens that the window would then show are already dropped.
+        """
         if not self.is_initialized:
             return
         left, back = max(self.cumulative_length + tokens_to_remove, 0), -tokens_to_remove
         if self.keys.shape[-2] - back < min(left, self._room):
             raise InPlaceTTTError(
-                f"the last {back} tokens cannot be taken back: what the attention window sees before them "
-                "is no longer kept; call "
-                "cache.activate_past_recording() before reading what you may take back."
+                f"the last {back} tokens cannot be taken back: the tokens of the attention window before "
+                "them are no longer kept; call cache.activate_past_recording() before reading tokens that "
+                "you may take back."
             )
         DynamicLayer.crop(self, tokens_to_remove)
         self.keys, self.values, self.cumulative_length = self._kept(self.keys), self._kept(self.values), left
@@ -152,8 +183,10 @@ def _no_mask(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> None:
-    """A mask function of transformers: the window needs none, and takes no padding and no keys behind those
-    of the queries."""
+    """A mask function for transformers that makes no mask, since the window builds its own.
+
+    Raises InPlaceTTTError for padding, and for keys after those of the queries (a static cache).
+    """
     if isinstance(q_offset, Tensor) or q_offset + q_length != kv_offset + kv_length:
         raise InPlaceTTTError(
             f"the attention window does not go with a static cache, whose {kv_length} slots are there "
@@ -167,14 +200,16 @@ def _no_mask(
 
 
 class _Window:
-    """An attention function of transformers: query [B, H, T, D], key and value [B, H_kv, S, D] -> [B, T, H,
-    D]."""
+    """An attention function for transformers, with a window.
+
+    It maps query [B, H, T, D], key and value [B, H_kv, S, D] to [B, T, H, D].
+    """
 
     def __init__(self, size: int, sinks: int) -> None:
         self.size, self.sinks = size, sinks
         self._narrower: dict[int, _Window] = {}
-        """By the window that a layer has of its own."""
-        # the positions that were last asked about, their version, the answer
+        """The functions for layers with a window of their own, by its size."""
+        # the last positions for `_is_packed`, their version, the answer
         self._asked: tuple[Tensor, int, bool] | None = None
 
     def __call__(
@@ -196,7 +231,7 @@ class _Window:
             return narrower(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
         if unknown := [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None]:
             raise InPlaceTTTError(
-                f"the attention window does not know {unknown[0]}, which {type(module).__name__} has; "
+                f"the attention window does not support {unknown[0]}, which {type(module).__name__} uses; "
                 "leave the window out."
             )
         length, positions = query.shape[2], kwargs.get("position_ids")
@@ -213,28 +248,29 @@ class _Window:
         return out.transpose(1, 2).contiguous(), None
 
     def _is_packed(self, positions: Tensor) -> bool:
-        """Whether rows hold several documents; the answer waits for the device, so a forward's layers share
-        it."""
-        # an inference tensor's is not kept, nor its answer
+        """Returns True if rows hold several documents.
+
+        The answer waits for the device, so a forward's layers share it.
+        """
+        # inference tensors have no version, so their answer is not reused
         version = -1 if positions.is_inference() else positions._version
-        asked = self._asked  # read once: another thread may ask about its positions in between
+        asked = self._asked  # read once, since another thread may replace it in between
         if asked is None or asked[0] is not positions or asked[1] != version or version < 0:
             asked = self._asked = positions, version, bool(document_starts(positions)[:, 1:].any())
         return asked[2]
 
     def _sees(self, query: Tensor, key: Tensor) -> Tensor:
-        """Whether a token at index `query` sees one at index `key` of its document."""
+        """Returns True if the token at index `query` attends to the one at index `key` of its document."""
         return (key <= query) & ((query - key < self.size) | (key < self.sinks))
 
     def _cached_mask(self, queries: int, keys: int, device: torch.device) -> Tensor:
-        """[queries, keys]: the keys are the first tokens, then those that end with the queries."""
+        """Returns the mask [queries, keys]. Keys are the first tokens, then those up to the last query."""
         index = torch.arange(keys, device=device)
         distance = index[keys - queries :, None] - index
         return (distance >= 0) & ((distance < self.size) | (index < self.sinks))
 
     def _packed_mask(self, positions: Tensor) -> Tensor:
-        """[B, 1, T, T] of rows of several documents, whose first tokens stand at position 0 or after a
-        break."""
+        """Returns the mask [B, 1, T, T] of packed rows. `document_starts` gives their documents."""
         starts = document_starts(positions)
         index = torch.arange(positions.shape[1], device=positions.device).expand_as(positions)
         begin = torch.where(starts, index, 0).cummax(dim=-1).values
@@ -243,8 +279,10 @@ class _Window:
         return (same & self._sees(within[:, :, None], within[:, None, :]))[:, None]
 
     def _in_blocks(self, query: Tensor, key: Tensor, value: Tensor, settings: dict[str, Any]) -> Tensor:
-        """Blocks of `size` queries, each against its own and the block before, and the sinks; one mask for
-        all groups of heads."""
+        """Attends in blocks of `size` queries, each to its own block, the block before, and the sinks.
+
+        All groups of heads share one mask.
+        """
         (batch, heads, length, dim), groups, size = query.shape, key.shape[1], self.size
         blocks = -(-length // size)
         query, key, value = (pad(x, (0, 0, 0, blocks * size - length)) for x in (query, key, value))
@@ -253,7 +291,7 @@ class _Window:
         near = start + torch.arange(-size, size, device=query.device)
         first = torch.arange(self.sinks, device=query.device).expand(blocks, -1)
         seen = (near >= self.sinks)[:, None, :] & self._sees(asking[:, :, None], near[:, None, :])
-        # sinks once, as the first keys
+        # the sinks appear once, as the first keys
         mask = torch.cat([first[:, None, :] <= asking[:, :, None], seen], dim=-1)
         together = heads // groups
         asks = (
@@ -273,7 +311,7 @@ class _Window:
         return out[:, :, :length]
 
     def _context(self, x: Tensor, blocks: int) -> Tensor:
-        """[B, blocks, sinks + 2 size, D] of keys or values [B, T, D]."""
+        """Returns the context of each block [B, blocks, sinks + 2 size, D] from keys or values [B, T, D]."""
         own = x.unflatten(1, (blocks, self.size))
         before = pad(own, (0, 0, 0, 0, 1, 0))[:, :-1]
         sinks = x[:, None, : self.sinks].expand(-1, blocks, -1, -1)

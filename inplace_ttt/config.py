@@ -1,4 +1,4 @@
-"""What a conversion is: every choice the method leaves open, validated, with presets."""
+"""The config of a conversion: all settings of the method, validated, with presets."""
 
 from __future__ import annotations
 
@@ -29,54 +29,52 @@ ProjInit = Literal["random_diagonal", "shared_diagonal", "identity", "calibrated
 _OF_THE_PAPER = {"layers", "chunk_size", "eta", "target", "conv", "kernel_size", "clip", "update_on_decode"}
 _EVERY = re.compile(r"(every|upper):([1-9]\d{0,8})")
 _LOWER = 0.4
-"""Of a model's layers, those that `upper` leaves out."""
+"""Fraction of a model's layers, from the first, that `upper` leaves out."""
 _MOST_TAPS = 4095
 _MOST_STEPS = 1000
 
 
 @dataclass(frozen=True)
 class InPlaceTTTConfig:
-    """Every choice of a conversion. The defaults are the `paper` preset.
+    """The settings of a conversion. The defaults are the preset `paper`.
 
-    layers: "every:N" (layers 0, N, 2N, …), "upper:N" (those of them above the model's lower 40 %), or the
-        layer indices. Paper appendix
-    C.3: every sixth; offset unstated.
-    chunk_size: tokens a chunk, C. Paper §4.3: 512 and 1024 are best of 256…2048.
-    eta: η of Eq. (1), one number or one a TTT layer. The paper gives no value.
-    target: source X of the target, "embeddings" (what enters layer 0, §3.2) or "hidden_states" (the MLP's
-        input). "gradient" is an
-    extension that needs no training: V is minus the gradient of the chunk's loss by the layer's output, times
-    a measured scale.
-    conv: "lookahead" pads the chunk on both sides (taps t-k//2 … t+k//2); "causal" on the left only (no
-        future token);
-    "next" is an extension without a convolution: the next token's source, zero for a chunk's last token.
-    kernel_size: taps of the depthwise convolution (appendix C.2: 5).
-    clip: bound on a chunk's delta, or None.
-    steps_per_chunk: gradient steps on each chunk's loss, with target="gradient".
-    detach_target: stop the gradient from the target into its source.
-    update_on_decode: tokens read one at a time into a non-empty cache (generated ones) write too.
+    Args:
+        layers: "every:N" (layers 0, N, 2N, …), "upper:N" (those of them above the model's lower 40 %), or a
+            list of layer indices in order. Paper appendix C.3: every sixth; offset unstated.
+        chunk_size: tokens per chunk, C. Paper §4.3: 512 and 1024 are best of 256…2048.
+        eta: η of Eq. (1), one number or one per TTT layer. The paper gives no value.
+        target: the target source X. "embeddings" is the input of layer 0 (§3.2), "hidden_states" is the MLP's
+            input. "gradient" is an extension that needs no training: V is minus the gradient of the chunk's
+            loss at the layer's output, times a measured scale.
+        steps_per_chunk: gradient steps on each chunk's loss, with target="gradient".
+        conv: "lookahead" pads the chunk on both sides (taps t-k//2 … t+k//2). "causal" pads it on the left
+            only (no future token). "next" is an extension without a convolution: the next token's source,
+            and zero for a chunk's last token.
+        kernel_size: taps of the depthwise convolution (appendix C.2: 5).
+        clip: a bound on the norm of a chunk's write, or None.
+        detach_target: stop the gradient from the target into its source.
+        update_on_decode: also write tokens that are read one at a time into a non-empty cache, as generated
+            ones are.
+        update_rule: the matrix that the layer reads. "sum" is the paper's S = Σ VᵀZ. "ridge" (extension) is
+            the M that minimizes Σ ‖V - ZMᵀ‖² + λ‖M‖², computed from that sum and the sum of ZᵀZ.
+        ridge: λ of update_rule="ridge" (extension).
+        whitening: whitened keys (extension), or None for the paper's keys.
+        write_gate: a learned gate weighs each token in the ridge regression, by its whitened key (extension).
+            Irrelevant text then takes up less of the state. The gate starts at 1.
+        normalize_targets: center the target source, and scale it to the size of the layer's residual stream
+            (extension). The scale is measured on a text. The center is the mean over the vocabulary for
+            embeddings, over the text for hidden states.
+        proj_init: the initial P. "random_diagonal" draws a diagonal per layer (the paper). The others are
+            extensions: "shared_diagonal" is one diagonal for all layers, and "identity" is the identity.
+            "calibrated" is a map from the next token's source to the direction that lowers the loss, measured
+            on a text.
+        write_norm: "spectral" (extension) divides a chunk's write by its spectral norm, in place of a clip.
+        preserve_row_norms: scale each row of W0 + ηS, when it is read, to the norm of W0's row (extension).
+        prompt_write: one write at the end of a session's prompt, in place of the chunks' writes (extension,
+            `Session.write_prompt`). Forwards without a cache, as in training, still write chunks.
 
-    Extensions, which the paper does not have:
-    update_rule: what is read of everything written: "sum" is the paper's S = Σ VᵀZ; "ridge" the M that
-        minimises
-    Σ ‖V - ZMᵀ‖² + λ‖M‖², from that sum and the one of ZᵀZ.
-    ridge: λ of least squares.
-    whitening: whitened keys, or None for the paper's.
-    write_gate: each token's write counts by a gate of its key, which is learnt, in what least squares over
-        whitened keys minimises:
-    what a text says beside the matter then takes less of the memory. 1 before it has learnt.
-    normalize_targets: the target's source is centred (embeddings at the vocabulary's mean, hidden states at a
-        text's) and brought
-    to the size of the layer's residual stream, as measured on a text.
-    proj_init: what P starts as: a diagonal drawn anew for each layer (the paper), one diagonal for all
-        layers, the identity, or
-    "calibrated", the map from the next token's source to what would have lowered the loss, as measured on a
-    text.
-    write_norm: "spectral" divides a chunk's delta by its spectral norm, in place of a clip.
-    preserve_row_norms: each row of W0 + ηS is brought to the norm of W0's where it is read.
-    prompt_write: what a session writes at the end of its prompt, once, in place of the chunks
-        (`Session.write_prompt`); forwards
-    without a cache, as in training, write chunks all the same.
+    Raises:
+        InPlaceTTTError: if a value is out of range, or settings do not go together.
     """
 
     layers: str | tuple[int, ...] = "every:6"
@@ -100,7 +98,7 @@ class InPlaceTTTConfig:
     prompt_write: PromptWrite | None = None
 
     rule: ClassVar[Rule]
-    """The update rule, made of the fields above; each config has its own."""
+    """The update rule, made from the fields above."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "eta"):
@@ -122,7 +120,7 @@ class InPlaceTTTConfig:
         etas = self.eta if isinstance(self.eta, tuple) else (self.eta,)
         require(
             len(etas) > 0 and all(is_number(e) and e >= 0 for e in etas),
-            f"eta must be a number of at least 0 (or one a layer), got {self.eta!r}.",
+            f"eta must be a number of at least 0 (or one per layer), got {self.eta!r}.",
         )
         require_size("eta", *etas)
         require(
@@ -132,7 +130,7 @@ class InPlaceTTTConfig:
         if isinstance(self.eta, tuple) and isinstance(self.layers, tuple):
             require(
                 len(self.eta) == len(self.layers),
-                f"eta has {len(self.eta)} values for {len(self.layers)} layers; give one number or one a "
+                f"eta has {len(self.eta)} values for {len(self.layers)} layers; give one number or one per "
                 "layer.",
             )
         require(
@@ -188,8 +186,8 @@ class InPlaceTTTConfig:
         ):
             require(
                 self.target != "gradient" or getattr(self, name) == getattr(InPlaceTTTConfig, name),
-                f"{name} has no effect on target='gradient', which has no convolution and no P and writes "
-                "all it reads; leave it out.",
+                f"{name} has no effect on target='gradient', which uses neither a convolution nor P, and "
+                "writes every token; leave it out.",
             )
         usual = InPlaceTTTConfig.kernel_size
         require(
@@ -231,7 +229,11 @@ class InPlaceTTTConfig:
         )
 
     def resolve(self, num_layers: int) -> InPlaceTTTConfig:
-        """The same config with the layer indices written out for a model of `num_layers` layers."""
+        """Returns the config with explicit layer indices, for a model of `num_layers` layers.
+
+        Raises:
+            InPlaceTTTError: if a layer does not exist.
+        """
         if isinstance(self.layers, str):
             which, step = self.layers.split(":")
             layers = range(0, num_layers, int(step))
@@ -247,15 +249,16 @@ class InPlaceTTTConfig:
         return self
 
     def state_shape(self, d: int, h: int) -> tuple[int, int]:
-        """Rows and columns of one sequence's state at a down-projection from h to d: [d, r], with least
-        squares [d + r, r]."""
+        """Returns the shape of one sequence's state, for a down-projection from h to d features.
+
+        It is [d, r] for keys of r numbers, and [d + r, r] with update_rule="ridge".
+        """
         width = h if self.whitening is None else self.whitening.directions(d, h)
         return self.rule.state_rows(d, width), width
 
     @property
     def wanting_whole_input(self) -> list[str]:
-        """The settings under which a fast weight is not a sum over parts of its layer's input, so that ranks
-        cannot split that."""
+        """Names of the active settings that need a token's whole input, so that ranks cannot split it."""
         target = ["target='gradient'"] if self.target == "gradient" else []
         return [
             *target,
@@ -265,7 +268,7 @@ class InPlaceTTTConfig:
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether a layer has tensors that are measured on a text (`inplace_ttt.calibration.calibrate`)."""
+        """True if layers have tensors that are measured on a text (`inplace_ttt.calibration.calibrate`)."""
         return (
             self.target == "gradient"
             or self.whitening is not None
@@ -275,7 +278,7 @@ class InPlaceTTTConfig:
 
     @property
     def extensions(self) -> dict[str, Any]:
-        """The settings beyond the paper's method that are on, by name."""
+        """The active settings that are extensions of the paper's method, by name."""
         values = {
             f.name: (getattr(self, f.name), f.default)
             for f in dataclasses.fields(self)
@@ -287,37 +290,48 @@ class InPlaceTTTConfig:
 
     @property
     def starts_as_base(self) -> bool:
-        """Whether a fresh conversion writes nothing, so that it computes what its base does: its convolution
-        is zero."""
+        """True if a fresh conversion equals its base: its convolution is zero, so that it writes zeros."""
         return self.conv != "next" and self.target != "gradient"
 
     def eta_of(self, position: int) -> float:
-        """η of the TTT layer at `position` among the TTT layers."""
+        """Returns η of the TTT layer at `position` among the TTT layers."""
         return self.eta[position] if isinstance(self.eta, tuple) else self.eta
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values; `from_dict` gives the same config back."""
+        """Returns the config as JSON values, from which `from_dict` makes the same config."""
         return json.loads(json.dumps(dataclasses.asdict(self)))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> InPlaceTTTConfig:
+        """Returns the config for a mapping of settings.
+
+        Raises:
+            InPlaceTTTError: if a setting is unknown or invalid.
+        """
         return from_mapping(cls, values, "the TTT config")
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> InPlaceTTTConfig:
-        """The preset `name`, with fields replaced by `overrides`."""
+        """Returns the preset `name`, with fields replaced by `overrides`.
+
+        Raises:
+            InPlaceTTTError: if the preset does not exist, or a value is invalid.
+
+        Example:
+            >>> config = InPlaceTTTConfig.preset("ridge", chunk_size=256)
+        """
         require(name in PRESETS, f"preset {name!r} does not exist; choose one of {', '.join(PRESETS)}.")
         return cls.from_dict({**PRESETS[name].to_dict(), **overrides})
 
 
 PRESETS: dict[str, InPlaceTTTConfig] = {
-    # arXiv 2604.06169. η, the layer offset and the chunk size of the main runs are unstated: ours are 1, 0
-    # and 1024.
+    # arXiv 2604.06169 leaves η, the layer offset and the chunk size of the main runs unstated: here 1, 0 and
+    # 1024.
     "paper": InPlaceTTTConfig(),
     # The public reference code's recommended configuration.
     "official": InPlaceTTTConfig(chunk_size=4096, eta=3.0, target="hidden_states"),
-    # TTT-NTP (arXiv 2606.21803): its public recipe for Llama-3.1-8B, with the diagonal start of its others.
-    # docs/ttt_ntp.md.
+    # TTT-NTP (arXiv 2606.21803): its public recipe for Llama-3.1-8B, with the diagonal P of its other
+    # recipes. See docs/ttt_ntp.md.
     "ttt_ntp": InPlaceTTTConfig(
         eta=0.3,
         target="hidden_states",
@@ -327,14 +341,14 @@ PRESETS: dict[str, InPlaceTTTConfig] = {
         preserve_row_norms=True,
         prompt_write=PromptWrite(),
     ),
-    # Ours: helps without any training. A chunk takes one step of its own loss; one forward and backward per
-    # chunk. Upper layers: there it helped more, and the backward ends at the lowest of them.
+    # Our extension: works without any training. Each chunk takes one gradient step on its own loss, at one
+    # forward and backward per chunk. Upper layers helped more, and the backward ends at the lowest of them.
     "gradient": InPlaceTTTConfig(layers="upper:6", chunk_size=128, eta=0.03, target="gradient"),
-    # Ours: the same for a short text. Read it several times; the model then repeats some of its sentences
+    # Our extension: the same for a short text. After several readings the model repeats some of its sentences
     # word for word.
     "notes": InPlaceTTTConfig(layers="upper:3", chunk_size=32, eta=0.2, target="gradient"),
-    # Ours, not the paper's: what our evidence says stores what a document says (docs/results). Measured on a
-    # text at conversion.
+    # Our extension: in our measurements it stores the content of a document (docs/results). Conversion
+    # measures its keys and targets on a text.
     "ridge": InPlaceTTTConfig(
         chunk_size=128,
         eta=3.0,

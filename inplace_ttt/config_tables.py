@@ -1,4 +1,4 @@
-"""The tables inside a config, each with what it means and what it refuses."""
+"""The tables inside a config, and checks of their values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .errors import InPlaceTTTError
 ClipMode = Literal["inference", "always"]
 
 _LEAST, _LARGEST = 1e-30, 1e30
-"""Sizes of numbers that float32 holds with room for products."""
+"""Range of numbers that float32 holds, with room for products."""
 
 MOST_TOKENS = 2**31 - 1
 
@@ -41,11 +41,16 @@ def require_size(name: str, *values: float | None) -> None:
 
 @dataclass(frozen=True)
 class UpdateClip:
-    """Bound on the Frobenius norm of one chunk's delta V_jᵀZ_j (without η), paper appendix "Clipping".
+    """A bound on the Frobenius norm of one chunk's write V_jᵀZ_j, without η (paper appendix "Clipping").
 
-    max_norm: the paper's τ; absolute, or a fraction of ‖W0‖_F when `relative`. It is a constant to the
-        gradient.
-    mode: "inference" clips in eval mode only (the paper), "always" in training too.
+    Args:
+        max_norm: the paper's τ, absolute or, if `relative`, as a fraction of ‖W0‖_F. The gradient treats it
+            as a constant.
+        relative: `max_norm` is a fraction of ‖W0‖_F.
+        mode: "inference" clips in eval mode only (the paper), "always" in training too.
+
+    Raises:
+        InPlaceTTTError: if a value is out of range.
     """
 
     max_norm: float
@@ -69,17 +74,20 @@ class UpdateClip:
 
 @dataclass(frozen=True)
 class KeyWhitening:
-    """Extension, not in the paper: keys k = s (Λ + ρI)^(-1/2) Uᵀ (z - ‖z‖c) of r numbers, in place of the h
-    of z.
+    """Whitened keys (extension): k = s (Λ + ρI)^(-1/2) Uᵀ (z - ‖z‖c), with r numbers in place of the h of z.
 
-    z is the down-projection's input, c = E[‖z‖z] / E[‖z‖²] its centre over a calibration text, U, Λ are the r
-    largest directions and variances of what the centre leaves. These inputs lie in few directions, so that
-    raw keys collide and every read returns a mixture of all writes. s makes the mean of ‖k‖² about one: a key
-    that was written once reads its own target back with weight about one.
+    z is the down-projection's input, and c = E[‖z‖z] / E[‖z‖²] is its center over a calibration text. U and Λ
+    are the r largest directions and variances of z - ‖z‖c. The raw inputs vary in few directions. So raw keys
+    are nearly collinear, and every read returns a mixture of all writes. s makes the mean of ‖k‖² about one.
+    So a key that was written once reads its own target back with a weight of about one.
 
-    rank: r, as a number of directions or, below or at 1.0, a fraction of the model's width d; all of them
-        without one.
-    shrinkage: ρ as a fraction of the mean variance.
+    Args:
+        rank: r. An integer is the number of directions, a float up to 1.0 a fraction of the model's width d,
+            and None stands for all h directions.
+        shrinkage: ρ as a fraction of the mean variance.
+
+    Raises:
+        InPlaceTTTError: if a value is out of range.
     """
 
     rank: int | float | None = None
@@ -101,7 +109,7 @@ class KeyWhitening:
         require_size("whitening.shrinkage", self.shrinkage)
 
     def directions(self, d: int, h: int) -> int:
-        """r for a down-projection from h to d."""
+        """Returns r for a down-projection from h to d features."""
         if self.rank is None:
             return h
         return min(h, self.rank if isinstance(self.rank, int) else max(1, round(self.rank * d)))
@@ -109,15 +117,21 @@ class KeyWhitening:
 
 @dataclass(frozen=True)
 class PromptWrite:
-    """Extension, TTT-NTP's inference: one ridge regression over the end of a prompt, in place of the chunks'
-    writes.
+    """One write at the end of a prompt, in place of the chunks' writes (extension, TTT-NTP's inference).
 
-    Over the last pairs (z_t, V_t = x_{t+1} P) of the prompt, ΔW minimises Σ ‖V_t - (W0 + ΔW) z_t‖² + λ‖ΔW‖²;
-    what comes after reads W0 + η' ΔW with η' = min(η, cap · ‖W0‖ / ‖ΔW‖).
+    It is a ridge regression over the last pairs (z_t, V_t = x_{t+1} P) of the prompt: ΔW minimizes
+    Σ ‖V_t - (W0 + ΔW) z_t‖² + λ‖ΔW‖². Later tokens read W0 + η' ΔW with η' = min(η, cap · ‖W0‖ / ‖ΔW‖).
 
-    window: pairs, across the borders of chunks. ridge: λ, absolute. eta: η, which is not the layer's.
-    cap: the largest ‖η' ΔW‖ as a fraction of ‖W0‖ (Frobenius), a layer and sequence each; None for none.
-    preserve_row_norms: each row of what is read is brought to the norm of W0's.
+    Args:
+        window: the number of pairs, which may extend over several chunks.
+        ridge: λ, absolute.
+        eta: η of this write, independent of the layer's.
+        cap: the largest ‖η' ΔW‖ as a fraction of ‖W0‖ (Frobenius), per layer and sequence; None for no
+            bound.
+        preserve_row_norms: scale each row of W0 + η' ΔW to the norm of W0's row.
+
+    Raises:
+        InPlaceTTTError: if a value is out of range.
     """
 
     window: int = 8192

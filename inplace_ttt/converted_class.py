@@ -1,8 +1,7 @@
-"""The class of a converted model: its base's, which converts itself when it is made, before weights are
-loaded.
+"""The class of a converted model: its base's class, which converts itself in `__init__`.
 
-It imports surgery where it is used: transformers, which surgery imports, brings this file in
-(`registration`).
+So the model is converted before its weights are loaded. Surgery is imported only where it is used: it imports
+transformers, and this module is loaded while transformers is being imported (`registration`).
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ _loading: ContextVar[bool] = ContextVar("whether from_pretrained is making the m
 def _converted_class(base: Any, config_class: Any) -> type:
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         base.__init__(self, config, *args, **kwargs)
-        # A quantiser that is at work in from_pretrained replaces linear maps first, which must not be fast
-        # weights yet.
+        # In from_pretrained, a quantizer must replace the linear maps before they become fast weights.
         if not (_loading.get() and getattr(config, "quantization_config", None)):
             _convert(self)
 
@@ -36,13 +34,12 @@ def _converted_class(base: Any, config_class: Any) -> type:
             model, info = base.from_pretrained.__func__(cls, *args, output_loading_info=True, **kwargs)
         finally:
             _loading.reset(token)
-        # not a new head
+        # a model that cannot generate may lack its head, which is new
         refuse_lack(model, [name for name in info["missing_keys"] if ".ttt." in name or model.can_generate()])
         if dropped := sorted(name for name in info["unexpected_keys"] if ".ttt." in name):
             raise InPlaceTTTError(
                 f"{_source(model)} has {len(dropped)} tensors of fast weights that its config names no "
-                f"layer for ({dropped[0]}, …); take "
-                "config and weights of one checkpoint."
+                f"layer for ({dropped[0]}, …); use config and weights of one checkpoint."
             )
         _check_split(model)
         return (model, info) if output_loading_info else model
@@ -63,23 +60,25 @@ def _converted_class(base: Any, config_class: Any) -> type:
         "from_pretrained": classmethod(from_pretrained),
         "initialize_weights": initialize_weights,
         "_load_pretrained_model": staticmethod(_load_pretrained_model),
-        # The base's code on the base's weights: transformers must rename old checkpoints' tensors as it does
-        # for the base.
+        # transformers renames old checkpoints' tensors only for its own code, which this class runs
         "is_custom_code": classmethod(lambda cls: False),
     }
-    # the base's name, by which transformers chooses losses and label shifts
+    # transformers chooses losses and label shifts by the base's name
     return type(base.__name__, (base,), body)
 
 
 def refuse_lack(model: Any, missing: Iterable[str]) -> None:
-    """Raises InPlaceTTTError where a checkpoint lacks tensors of the model that it was loaded into, which
-    have random numbers now."""
+    """Raises InPlaceTTTError if a checkpoint lacks tensors of its model, which then have random values.
+
+    Args:
+        model: the model that the checkpoint was loaded into.
+        missing: names of the missing tensors.
+    """
     if lacking := sorted(missing):
         raise InPlaceTTTError(
             f"{_source(model)} lacks {len(lacking)} tensors of a {type(model).__name__} ({lacking[0]}, …): "
-            "half a checkpoint, or another "
-            "class's; load it by the class that its config.json names, or download the base, or convert "
-            "it, again."
+            "half a checkpoint, or one of another class; load it with the class in its config.json, or "
+            "download or convert the base again."
         )
 
 
@@ -90,13 +89,15 @@ def _source(model: Any) -> str:
 def _convert(model: Any) -> None:
     from .surgery import convert, is_converted
 
-    if not is_converted(model):  # else the model inside it has done so
+    if not is_converted(model):  # otherwise an inner model has converted itself
         convert(model, InPlaceTTTConfig.from_dict(model.config.inplace_ttt["config"]))
 
 
 def _start(model: Any) -> None:
-    """Start the new parameters that the meta device could not hold and no checkpoint has filled, as
-    transformers does the base's."""
+    """Initializes new parameters that were on the meta device and that no checkpoint has filled.
+
+    transformers does the same with the base's.
+    """
     from .surgery import SEED, fast_weights, initial_std
 
     for index, layer in fast_weights(model).items():
@@ -116,7 +117,7 @@ def _check_split(model: Any) -> None:
 
 
 def _register(base: Any, carrying: Any) -> None:
-    """Under every Auto class that has a model class for `base`."""
+    """Registers the converted model's class with every Auto class that has a model class for `base`."""
     for auto in auto_classes():
         if base in auto._model_mapping and isinstance(auto._model_mapping[base], type):
             auto.register(carrying, _converted_class(auto._model_mapping[base], carrying), exist_ok=True)
@@ -126,7 +127,7 @@ followers.append(_register)
 
 
 def __getattr__(name: str) -> type:
-    """The classes made for a base, by its class's name, so that a pickled model can be read."""
+    """Returns the class made for a base, by the base's class name, so that a pickled model can be loaded."""
     base: Any = getattr(transformers, name, None) if not name.startswith("_") else None
     kinds = base.__mro__ if isinstance(base, type) else ()
     if transformers.PreTrainedModel in kinds and base.config_class is not None:

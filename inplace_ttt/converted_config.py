@@ -1,13 +1,17 @@
-"""The config of a converted model: an own model_type on disk, the base's own type in memory.
+"""The config of a converted model: its own model_type on disk, the base's model_type in memory.
 
-On disk a stock model_type would load silently as the base model, its TTT tensors dropped. So the folder says
-`model_type: inplace_ttt`, with a shim that names the package to install; `architectures` names our classes;
-and for a class of the base that is told to load the folder all the same, a setting that every config of a
-model checks holds a sentence instead of a value. (A Trainer that resumes reads the file as a config of no
-model, which checks that setting only beside the number of layers; so this is in our section.) In memory the
-config keeps the base's model_type, since Liger, PEFT and others look models up by it. Importing `inplace_ttt`
-registers one model_type; the classes for each base are made when a config asks for them (`converted_class`).
-No existing model_type is touched.
+On disk, with the base's model_type, a folder would load silently as the base, without its TTT tensors. So
+three settings of config.json differ:
+
+- `model_type` is `inplace_ttt`, with a shim file that names the package to install.
+- `architectures` names our classes.
+- `layer_types`, which every model's config checks, holds a message in place of its value. A class of the
+  base that loads the folder raises an error with this message. A resuming Trainer reads the file as a plain
+  config, which checks `layer_types` only beside `num_hidden_layers`. So the latter is in our section.
+
+In memory the config keeps the base's model_type, since Liger, PEFT and others look models up by it. Importing
+`inplace_ttt` registers one model_type. The classes for each base are made when a config asks for them
+(`converted_class`). Existing model_types are unchanged.
 """
 
 from __future__ import annotations
@@ -43,13 +47,15 @@ _NOT_THE_BASE = [
 ]
 
 followers: list[Callable[[type[PreTrainedConfig], type[PreTrainedConfig]], None]] = []
-"""Each is told of a base's config class, and of the one that is made for it: `converted_class` makes the
-model classes."""
+"""Functions that are called with a base's config class and the class made for it. `converted_class` adds one
+that makes the model classes."""
 
 
 class InPlaceTTTModelConfig(PreTrainedConfig):
-    """The entry for `model_type: inplace_ttt`: gives a config of the base's kind that carries the TTT
-    config."""
+    """The config class registered for `model_type: inplace_ttt`.
+
+    `from_dict` returns a config of the base's class, with the TTT config in its attribute `inplace_ttt`.
+    """
 
     model_type = MODEL_TYPE
 
@@ -58,19 +64,19 @@ class InPlaceTTTModelConfig(PreTrainedConfig):
         section = config_dict.get(MODEL_TYPE)
         if not isinstance(section, Mapping) or "base_model_type" not in section or "config" not in section:
             raise InPlaceTTTError(
-                f"config.json says model_type {MODEL_TYPE} but has no {MODEL_TYPE} section; convert the "
-                "base model again."
+                f"config.json has model_type {MODEL_TYPE} but no {MODEL_TYPE} section; convert the base "
+                "model again."
             )
         if section["base_model_type"] not in CONFIG_MAPPING:
             raise InPlaceTTTError(
-                f"the base is a {section['base_model_type']}, which this transformers does not know; "
+                f"the base is a {section['base_model_type']}, which this transformers does not support; "
                 "upgrade transformers."
             )
         return carrying_class(CONFIG_MAPPING[section["base_model_type"]]).from_dict(config_dict, **kwargs)
 
 
 class _CarriesTTT:
-    """Mixin over a base's config class: the base's model_type in memory, ours on disk."""
+    """Mixin for a base's config class: the base's model_type in memory, ours on disk."""
 
     base_class: type[PreTrainedConfig]
     inplace_ttt: dict[str, Any]
@@ -93,7 +99,7 @@ class _CarriesTTT:
 
 
 def on_disk(values: dict[str, Any]) -> dict[str, Any]:
-    """A converted model's config.json from its config's values."""
+    """Returns a converted model's config.json, from the values of its config."""
     known = {name: values[name] for name in (_GUARD, _COUNT) if values.get(name) is not None}
     if _is_guarded(values):
         del known[_GUARD]
@@ -107,15 +113,17 @@ def on_disk(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def in_memory(values: Mapping[str, Any], base: type[PreTrainedConfig]) -> dict[str, Any]:
-    """The config's values from a converted model's config.json, the inverse of `on_disk`; those of a base
-    stay as they are."""
+    """Returns the config's values from a converted model's config.json, the inverse of `on_disk`.
+
+    The values of a base's config.json are unchanged.
+    """
     if MODEL_TYPE not in values:
         return dict(values)
     section = dict(values[MODEL_TYPE])
     kept, count, plain = section.pop(_GUARD, None), section.pop(_COUNT, None), _with_our_names(values)
     if count is not None:
         plain.setdefault(_COUNT, count)
-    if _is_guarded(values):  # else somebody took the guard out or set layer types of his own
+    if _is_guarded(values):  # otherwise a user removed the guard, or set other layer types
         del plain[_GUARD]
         plain |= {} if kept is None else {_GUARD: kept}
     plain.pop("auto_map", None)
@@ -127,7 +135,7 @@ def in_memory(values: Mapping[str, Any], base: type[PreTrainedConfig]) -> dict[s
 
 
 def of_the_base(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The base's config.json from a converted model's; a base's own as it is."""
+    """Returns the base's config.json from a converted model's; a base's own is unchanged."""
     if MODEL_TYPE not in values:
         return dict(values)
     plain = in_memory(values, CONFIG_MAPPING[values[MODEL_TYPE]["base_model_type"]])
@@ -153,17 +161,18 @@ def _converted_name(architecture: str) -> str:
 
 
 def section(base_model_type: str, config: InPlaceTTTConfig) -> dict[str, Any]:
-    """The `inplace_ttt` section of config.json."""
+    """Returns the section `inplace_ttt` of config.json."""
     return {"base_model_type": base_model_type, "config": config.to_dict()}
 
 
 def write_shim(folder: str | os.PathLike[str]) -> None:
+    """Writes the module through which transformers loads our classes (`trust_remote_code`)."""
     (Path(folder) / SHIM_FILE).write_text(_SHIM, encoding="utf-8")
 
 
 @functools.cache
 def carrying_class(base: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
-    """The config class of converted models over `base`."""
+    """Returns the config class of converted models with the base config class `base`."""
 
     def __init__(self: Any, **values: Any) -> None:
         base.__init__(self, **(in_memory(values, base) if values.get("model_type") == MODEL_TYPE else values))
@@ -176,15 +185,15 @@ def carrying_class(base: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
 
 
 def auto_classes() -> list[Any]:
+    """Returns transformers' Auto classes for models."""
     named = [getattr(modeling_auto, name) for name in dir(modeling_auto) if name.startswith("AutoModel")]
     return [auto for auto in named if getattr(auto, "_model_mapping", None) is not None]
 
 
 def _publish(carrying: Any) -> None:
-    """Let the model classes be found as `transformers.InPlaceTTT<name>`, for who looks an architecture up by
-    its name.
+    """Makes the model classes attributes of transformers (`InPlaceTTT<name>`), for look-ups by architecture.
 
-    transformers may be imported twice in a process; both modules show them.
+    transformers may be imported twice in a process; both modules get them.
     """
     for made in {auto._model_mapping[carrying] for auto in auto_classes() if carrying in auto._model_mapping}:
         for module in (transformers, sys.modules["transformers"]):
@@ -192,21 +201,21 @@ def _publish(carrying: Any) -> None:
 
 
 def mark(config: PreTrainedConfig, ttt: InPlaceTTTConfig) -> None:
-    """Make a base's config that of a converted model, in place: saving it then writes our model_type."""
+    """Turns a base's config into a converted model's, in place. Saving it then writes our model_type."""
     if not isinstance(config, _CarriesTTT):
         config.__class__ = carrying_class(type(config))  # type: ignore[arg-type]
     config.inplace_ttt = {**getattr(config, MODEL_TYPE, {}), **section(config.model_type, ttt)}
 
 
 def unmark(config: PreTrainedConfig) -> None:
-    """Undo `mark`."""
+    """Undoes `mark`."""
     if isinstance(config, _CarriesTTT):
         del config.inplace_ttt
         config.__class__ = config.base_class
 
 
 def __getattr__(name: str) -> type:
-    """The classes made for a base, by name, so that a pickled config can be read: InPlaceTTT<config>."""
+    """Returns the class made for a base by its name InPlaceTTT<config>, so that a pickled config loads."""
     base: Any = getattr(transformers, name.removeprefix(_PREFIX), None) if name.startswith(_PREFIX) else None
     if isinstance(base, type) and issubclass(base, PreTrainedConfig):
         return carrying_class(base)

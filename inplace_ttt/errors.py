@@ -1,4 +1,4 @@
-"""The exceptions that tell a user what is wrong, where, and what to do."""
+"""Exceptions whose messages give the problem, its place, and the remedy."""
 
 from __future__ import annotations
 
@@ -10,30 +10,29 @@ from typing import Any
 
 
 class InPlaceTTTError(ValueError):
-    """Bad input or an impossible request; the message is one sentence a user can act on."""
+    """Bad input or an impossible request. The message is one sentence, with a remedy."""
 
     exit_code = 2
 
 
 class NotSoError(InPlaceTTTError):
-    """What was to be proved does not hold."""
+    """A property that a command verifies does not hold."""
 
     exit_code = 1
 
 
 def how_to_install(extra: str) -> str:
-    """Return the end of an error about a package that is not installed. The package itself is on no index
-    yet."""
+    """Returns the end of an error about a missing package. It names a checkout, since no index has
+    `inplace-ttt` yet."""
     return f"in a checkout of inplace-ttt, pip install -e '.[{extra}]'"
 
 
 TRACEBACK = "INPLACE_TTT_TRACEBACK"
-"""Environment variable: where it is set, an error's traceback is printed above its line."""
+"""Environment variable. If it is set, an error's traceback is printed above its line."""
 
 
 def refused_by_system(error: OSError) -> str | None:
-    """One sentence for a file that the system does not let a command use; None for an error that names no
-    file."""
+    """Returns one sentence about a file that the system refuses; None if the error names no file."""
     if not isinstance(error.filename, (str, bytes)) or error.strerror is None:
         return None
     name = (
@@ -49,10 +48,13 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def one_line(error: BaseException, *, kind: bool = True) -> str:
-    """The first line of an error of somebody else's, and the next where the first ends in a colon; its kind
-    first where that tells more.
+    """Returns a third party's error as one line of at most 400 characters.
 
-    kind: False where the sentence around it has named that already.
+    This is the first line of its message, and the next line if the first ends in a colon. The error's type
+    comes first if the message alone is hard to understand.
+
+    Args:
+        kind: False if the sentence around it already names the type.
     """
     lines = [" ".join(line.split()) for line in _ESCAPES.sub("", str(error)).splitlines() if line.strip()]
     text = " ".join(lines[: 1 + (len(lines) > 1 and lines[0].endswith(":"))])
@@ -63,14 +65,16 @@ def one_line(error: BaseException, *, kind: bool = True) -> str:
 
 @contextmanager
 def reported(problem: str, remedy: str = "") -> Iterator[None]:
-    """Around other people's code on a user's file: whatever it raises becomes an InPlaceTTTError that says
-    the problem, its reason, and the remedy. Our own errors pass as they are; so do interruptions."""
+    """Turns a third party's errors into InPlaceTTTError, with the problem, the reason and the remedy.
+
+    Use it around a library's work on a user's file. InPlaceTTTError and interruptions pass unchanged.
+    """
     try:
         yield
     except InPlaceTTTError:
         raise
     except BaseException as error:
-        # a library in Rust gave up
+        # a panic in a library written in Rust
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         ending = f"; {remedy}." if remedy else "."
@@ -84,5 +88,5 @@ _SHOWN.maxlevel = 3
 
 
 def shown(value: Any) -> str:
-    """A value as a message quotes it: its repr, shortened where it is long or deep."""
+    """Returns a value's repr for a message, shortened if it is long or deep."""
     return _SHOWN.repr(value)

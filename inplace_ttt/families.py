@@ -1,4 +1,4 @@
-"""Where each model family keeps what the surgery needs. A new family is a new row."""
+"""The places of layers, attention and MLP in each model family. A new family is a new row."""
 
 from __future__ import annotations
 
@@ -19,23 +19,26 @@ from .errors import InPlaceTTTError
 logger = logging.getLogger(__name__)
 
 CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
-"""The argument by which models of this transformers take a cache, and the field by which they give it back:
-`cache` from 5.24 on."""
+"""Name of a model's argument for a cache, and of its output's field: `cache` from transformers 5.24 on."""
 
 CACHE_NAMES = ("cache", "past_key_values", "layer_past")
-"""Every name of it: from 5.24 on; before, and still taken; in the attention of some families."""
+"""All names of a cache's argument: from 5.24 on; before, and still accepted; in some families' attention."""
 
 
 def cache_in(arguments: Mapping[str, Any]) -> Any:
-    """The cache among the keyword arguments of a model or an attention, or None."""
+    """Returns the cache among the keyword arguments of a model or an attention module, or None."""
     return next((arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None), None)
 
 
 @dataclass(frozen=True)
 class Family:
-    """Module paths: `layers` from the text decoder, the rest from one of its layers.
+    """Module paths of a model family.
 
-    mlp: the module whose first argument is the MLP's input. down_proj: the last linear map of the MLP.
+    Attributes:
+        layers: the list of decoder layers, from the text decoder. The other paths start at a layer.
+        attention: the attention module.
+        mlp: the module whose first argument is the MLP's input.
+        down_proj: the last linear map of the MLP.
     """
 
     layers: str = "layers"
@@ -74,23 +77,33 @@ FAMILIES: dict[str, Family] = {
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """The modules of one decoder layer that the surgery touches. mlp: the one that every token passes, of
-    experts the shared one."""
+    """The modules of one decoder layer that a conversion needs.
+
+    Attributes:
+        block: the decoder layer.
+        attention: its attention module.
+        mlp: its dense MLP, or its shared expert.
+        down_proj: the last linear map of `mlp`.
+        down_proj_path: the path of `down_proj` from the model.
+    """
 
     block: nn.Module
     attention: nn.Module
     mlp: nn.Module
     down_proj: nn.Module
-    down_proj_path: str  # from the model
+    down_proj_path: str
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """The text decoder of a model, taken apart.
+    """The parts of a model's text decoder.
 
-    layers: by index, those with an MLP that every token passes. by_structure: where their parts were found,
-        for a model that is
-    not in the table.
+    Attributes:
+        base: the text decoder.
+        blocks: all decoder layers.
+        attentions: the attention module of each decoder layer.
+        layers: by index, the parts of the layers that have a dense MLP or a shared expert.
+        by_structure: the detected paths, for a model whose family is not in the table.
     """
 
     base: PreTrainedModel
@@ -100,36 +113,42 @@ class Decoder:
     by_structure: Sequence[Family] = ()
 
     def say_how_found(self) -> None:
-        """A warning where the family is not in the table, for who converts it."""
+        """Logs a warning with the detected paths if the family is not in the table."""
         if self.by_structure:
             name, found = self.base.config.model_type, " and ".join(map(str, self.by_structure))
             logger.warning("%s is not in the table of families; found by its structure: %s", name, found)
 
     def check_dense(self, indices: Iterable[int]) -> None:
-        """Refuse layers whose every down-projection is a routed expert's."""
+        """Raises InPlaceTTTError for layers that have only routed experts."""
         if refused := [index for index in indices if index not in self.layers]:
             others = ", ".join(map(str, self.layers))
             raise InPlaceTTTError(
                 f"layers {refused} of {type(self.base).__name__} have routed experts alone, whose "
-                "down-projections see only some of the "
-                "tokens; with a dense MLP or a shared expert there "
+                "down-projections see only some of the tokens; with a dense MLP or a shared expert there "
                 f"{f'are layers {others}' if others else 'is no layer'}."
             )
 
 
 def locate(model: PreTrainedModel) -> Decoder:
-    """Find the text decoder of a model, its layers, and in each the attention, the MLP and the
-    down-projection.
+    """Finds the text decoder of a model, its layers, and their attention, MLP and down-projection.
 
-    Of a vision-language model it is the language model; of a mixture of experts, the dense layers' MLPs and
-    the shared experts. Raises InPlaceTTTError when the family is neither in the table nor recognisable, is no
-    decoder, or keeps its past in anything but a transformers cache.
+    In a vision-language model the text decoder is that of the language model. In a mixture of experts, the
+    MLPs are those of dense layers, and the shared experts.
+
+    Args:
+        model: a model of transformers.
+
+    Returns:
+        The parts of the text decoder.
+
+    Raises:
+        InPlaceTTTError: if the model is not a decoder-only LM, keeps its past outside a transformers cache,
+            or its family is neither in the table nor recognizable by its structure.
     """
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise InPlaceTTTError(
-            f"{name} reads with an encoder, whose tokens see later ones; In-Place TTT needs a decoder-only "
-            "LM."
+            f"{name} has an encoder, whose tokens see later ones; In-Place TTT needs a decoder-only LM."
         )
     base = _text_decoder(model)
     _check_past(base)
@@ -157,12 +176,12 @@ def locate(model: PreTrainedModel) -> Decoder:
 
 
 def is_listed(base: PreTrainedModel) -> bool:
-    """Whether a text decoder's family is in the table, and so in the tests of every law."""
+    """Returns True if a text decoder's family is in the table, and so in the tests of every law."""
     return base.config.model_type in FAMILIES
 
 
 def _text_decoder(model: PreTrainedModel) -> PreTrainedModel:
-    """The innermost model that holds the text decoder's layers."""
+    """Returns the innermost model that contains the text decoder's layers."""
     base = model
     while (
         isinstance(inner := base.get_decoder(), PreTrainedModel)
@@ -187,14 +206,13 @@ def _check_past(base: PreTrainedModel) -> None:
     taken = inspect.signature(base.forward).parameters
     if "use_cache" in taken and CACHE not in taken:
         raise InPlaceTTTError(
-            f"{type(base).__name__} keeps what it has read in a state of its own and not in {CACHE}, where "
-            "the fast weight would go "
-            "with it; In-Place TTT needs a transformer with a cache."
+            f"{type(base).__name__} keeps its past in a state of its own and not in {CACHE}, where the "
+            "fast weight would be kept; In-Place TTT needs a transformer with a cache."
         )
 
 
 def _detect(base: PreTrainedModel) -> tuple[str, str]:
-    """Recognise a decoder by its structure: where its list of layers is, and in each the attention."""
+    """Returns the paths of a decoder's list of layers, and of a layer's attention, found by structure."""
     name, text = type(base).__name__, base.config.get_text_config()
     layers, blocks = next(_layer_lists(base), (None, None))
     if layers is None or blocks is None:
@@ -215,8 +233,17 @@ def _is_attention(child: str) -> bool:
 
 
 def _detect_mlp(base: PreTrainedModel, block: nn.Module, where: str, family: Family) -> Family | None:
-    """Recognise, in a layer, the one MLP that every token passes by its map back to the hidden size; None
-    where experts are all it has."""
+    """Finds a layer's dense MLP or shared expert, by its linear map back to the hidden size.
+
+    Args:
+        base: the text decoder.
+        block: the layer.
+        where: the layer's path, for errors.
+        family: the paths that are already known.
+
+    Returns:
+        The paths of the layer's parts, or None if it has only routed experts.
+    """
     name, hidden = type(base).__name__, base.config.get_text_config().hidden_size
     rest = {
         f"{child}.{path}".rstrip("."): module
@@ -252,8 +279,10 @@ def _detect_mlp(base: PreTrainedModel, block: nn.Module, where: str, family: Fam
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """The Auto class that builds a config's language model, with its vision tower where `architectures` names
-    such a model."""
+    """Returns the Auto class that builds a config's language model.
+
+    The model has its vision tower if `architectures` names such a model.
+    """
     kinds = (AutoModelForCausalLM, AutoModelForImageTextToText)
     built = {kind: kind._model_mapping[type(config)] for kind in kinds if type(config) in kind._model_mapping}
     named = [
@@ -265,14 +294,19 @@ def auto_class(config: PreTrainedConfig) -> Any:
 
 
 def attention_kinds(text: PreTrainedConfig) -> list[str]:
-    """Of each layer's attention, as transformers names them."""
+    """Returns the kind of each layer's attention, by transformers' names."""
     every = "sliding_attention" if getattr(text, "sliding_window", None) else "full_attention"
     return getattr(text, "layer_types", None) or [every] * text.num_hidden_layers
 
 
 def features(module: nn.Module) -> tuple[int, int]:
-    """(h, d): input and output features of a linear map, also of a quantised, wrapped or ZeRO-partitioned
-    one."""
+    """Returns the input and output features (h, d) of a linear map.
+
+    It may be quantized, wrapped or partitioned by ZeRO.
+
+    Raises:
+        InPlaceTTTError: if the module is not a linear map.
+    """
     if isinstance(module, Conv1D):
         return module.nx, module.nf
     try:
@@ -284,6 +318,6 @@ def features(module: nn.Module) -> tuple[int, int]:
 
 
 def causal_lm(model: nn.Module) -> Any:
-    """The transformers model itself, without PEFT's wrapper."""
+    """Returns the transformers model inside PEFT's wrapper, or the model itself."""
     get_base = getattr(model, "get_base_model", None)
     return get_base() if get_base is not None else model

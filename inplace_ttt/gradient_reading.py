@@ -1,19 +1,21 @@
 """Reading with `target: gradient` (extension): each chunk takes one step of its own loss, and later chunks
 read the changed weight.
 
-Of one document, with the KV cache of earlier tokens as a constant:
+For one document, with the KV cache of earlier tokens as a constant:
 
-    o_t = W0 z_t + η M_i k_t              every token of chunk i, in every TTT layer; M_i is read of the state
-    S_i L_i = Σ_t -log p(x_{t+1} | x_≤t)      over the chunk's tokens but the last, whose next token is not in
-    the chunk V_t = -gain ∂L_i/∂o_t                 with S_i a constant S_{i+1} = S_i + what the rule writes
-    of (k_t, V_t)
+    o_t = W0 z_t + η M_i k_t              each token of chunk i, in each TTT layer; M_i is the matrix that the
+                                          rule reads from the state S_i
+    L_i = Σ_t -log p(x_{t+1} | x_≤t)      over the chunk's tokens except the last, whose next token is outside
+    V_t = -gain ∂L_i/∂o_t                 with S_i as a constant
+    S_{i+1} = S_i + the rule's write of (k_t, V_t)
 
 An incomplete chunk writes nothing. With `steps_per_chunk` above 1 the last three lines are repeated, each
-time with the state that the step before left; what later tokens attend to is the chunk's first reading. A
-forward into a cache is cut where a chunk of any row ends. A piece that is one whole chunk of every row runs
-with gradients; other pieces run without, and the chunks that they complete run again behind the same KV
-cache. A forward without a cache, in training or of packed rows, finds the targets so and then reads in one
-parallel forward.
+time with the state after the step before. Later tokens attend to the chunk's first reading.
+
+A forward into a cache is cut wherever a chunk of any row ends. A piece that is one whole chunk of every row
+runs with gradients. Other pieces run without, and each chunk that they complete runs again behind the same KV
+cache. A forward without a cache, in training or of packed rows, finds the targets in the same way. It then
+reads in one parallel forward.
 """
 
 from __future__ import annotations
@@ -42,12 +44,12 @@ from .layout import ChunkLayout, Span, document_starts
 
 
 class ReadsByGradient:
-    """Mixin over a base model's own class: its call, in pieces."""
+    """Mixin for a base model's own class, whose calls then read in pieces."""
 
     reading: GradientReading
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _empty, (type(self).__mro__[2],), self.__dict__  # pickle would look the class up by its name
+        return _empty, (type(self).__mro__[2],), self.__dict__  # pickle would find the plain class by name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.reading.read(super().__call__, args, kwargs)  # type: ignore[misc]
@@ -67,22 +69,30 @@ def _empty(plain: type) -> Any:
 
 
 def install(lm: nn.Module, base: nn.Module) -> None:
-    """Let the base of a causal LM, whose layers have `target: gradient`, read in pieces and write by
-    gradients."""
+    """Makes the base of a causal LM with `target: gradient` read in pieces and write gradient targets.
+
+    Args:
+        lm: the model with its head.
+        base: the model below the head, changed in place.
+    """
     base.__class__ = _class_of(type(base))
     base.reading = GradientReading(lm, base)  # type: ignore[assignment]
 
 
 def remove(base: nn.Module) -> None:
-    """Undo `install`."""
+    """Undoes `install`."""
     if isinstance(base, ReadsByGradient):
         del base.reading
         base.__class__ = type(base).__mro__[2]
 
 
 class GradientReading:
-    """Reads for one model. lm: the model with its head, which gives the loss; base: the model below the
-    head."""
+    """The reading of one model with `target: gradient`.
+
+    Args:
+        lm: the model with its head, which gives the loss.
+        base: the model below the head.
+    """
 
     def __init__(self, lm: nn.Module, base: Any) -> None:
         self.lm, self.base = lm, base
@@ -90,7 +100,14 @@ class GradientReading:
 
     @torch.compiler.disable(reason="a chunk is written between two forwards")
     def read(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns the base model's output for these arguments. call: the base's own `__call__`."""
+        """Returns the base model's output for the given arguments.
+
+        Args:
+            call: the base's own `__call__`.
+
+        Raises:
+            InPlaceTTTError: if the arguments or the setup do not work with `target: gradient`.
+        """
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
                 # autograd saves no tensor of inference mode
@@ -110,8 +127,10 @@ class GradientReading:
         )
 
     def _wants_whole(self, given: dict[str, Any], steps: GradientSteps) -> bool:
-        """Returns True if rows are read in one forward: in training, where they are packed, and where
-        parameters want gradients."""
+        """Returns True if rows are read in one forward.
+
+        This is so in training, for packed rows, and if parameters need gradients.
+        """
         if self.base.training or cache_in(given) is not None or given.get("use_cache"):
             return bool(self.base.training)
         learns = torch.is_grad_enabled() and any(
@@ -120,8 +139,7 @@ class GradientReading:
         return _is_packed(given) or (learns and steps.count == 1)
 
     def _refuse_parts(self, steps: GradientSteps) -> None:
-        """Refuses ranks that share rows or parameters: each document's gradient takes all of both, whatever
-        the other ranks read."""
+        """Refuses ranks that share rows or parameters, since each document's gradient needs all of both."""
         if steps.first.hooks.model.group is not None or (self.base.training and ulysses_group() is not None):
             raise InPlaceTTTError(
                 "target='gradient' reads whole rows, and here ranks share them; give each rank rows of its "
@@ -132,13 +150,11 @@ class GradientReading:
         ):
             raise InPlaceTTTError(
                 "with target='gradient' ranks read unequal numbers of chunks, so that they cannot share "
-                "parameters (ZeRO-3, FSDP); use "
-                "DDP, or DeepSpeed's ZeRO stage 2."
+                "parameters (ZeRO-3, FSDP); use DDP, or DeepSpeed's ZeRO stage 2."
             )
 
     def _read_whole(self, given: dict[str, Any], steps: GradientSteps) -> Any:
-        """Read whole rows in one forward, with a graph where gradients are on; the targets are found
-        beforehand, and constants to it."""
+        """Reads whole rows in one forward. The targets are computed before it, and are constants in it."""
         if cache_in(given) is not None:
             raise InPlaceTTTError(
                 "target='gradient' trains on whole rows, without a cache; pass use_cache=False, or call "
@@ -147,18 +163,16 @@ class GradientReading:
         if steps.count > 1:
             raise InPlaceTTTError(
                 "steps_per_chunk above 1 reads one text per row, and cannot be trained; set it to 1, or "
-                "call model.eval() and give packed "
-                "documents rows of their own."
+                "call model.eval() and give packed documents rows of their own."
             )
         with overriding([this_thread()], targets=self._targets(given, steps)):
             return steps.call(**{**given, "use_cache": False})
 
     def _targets(self, given: dict[str, Any], steps: GradientSteps) -> dict[int, Tensor]:
-        """Returns the targets V [B, T, d] of each layer for a forward of whole rows; zero for tokens whose
-        writes no later token reads.
+        """Returns the targets V [B, T, d] of each layer, by its index, for a forward of whole rows.
 
-        Documents are read side by side, each from its own beginning, the longest first; those that have ended
-        leave the batch.
+        They are zero for tokens whose writes no later token reads. Documents are read side by side as the
+        rows of a batch, each from its first token, the longest first. Documents that end leave the batch.
         """
         ids, positions = given["input_ids"], given.get("position_ids")
         chunk = steps.first.chunk_size
@@ -170,7 +184,7 @@ class GradientReading:
             spans.sort(key=lambda span: span[1] - span[2])
         cache, found = DynamicCache(config=self.base.config.get_text_config()), dict[int, Tensor]()
         refuse_other_layers(cache)
-        # a clip asks whether its layer trains
+        # a clip depends on the training mode of its layer
         others = [m for m in self.lm.modules() if m.training and not isinstance(m, FastWeight)]
         for number in itertools.count():
             reading = [
@@ -199,7 +213,7 @@ class GradientReading:
         }
 
     def _read_in_pieces(self, given: dict[str, Any], steps: GradientSteps) -> Any:
-        """Read into a cache, cut where a chunk of any row ends; without a graph."""
+        """Reads into a cache without a graph, in pieces that end where a chunk of any row ends."""
         cache, keeps = self._cache(given), given.get("use_cache")
         refuse_other_layers(cache)
         with torch.no_grad():
@@ -219,12 +233,12 @@ class GradientReading:
         return whole
 
     def _cache(self, given: dict[str, Any]) -> Cache:
-        """Returns the cache that a forward was given, or a new one."""
+        """Returns the forward's cache, or a new one."""
         cache = cache_in(given)
         return DynamicCache(config=self.base.config.get_text_config()) if cache is None else cache
 
     def _pieces(self, given: dict[str, Any], cache: Cache, chunk: int) -> Iterator[dict[str, Any]]:
-        """Yields the arguments of each piece, after the piece before it was read."""
+        """Yields the arguments of each piece."""
         ids, mask, positions = given["input_ids"], given.get("attention_mask"), given.get("position_ids")
         if _is_packed(given):
             raise InPlaceTTTError(
@@ -245,10 +259,10 @@ class GradientReading:
             yield piece
 
     def _piece(self, piece: dict[str, Any], cache: Cache, steps: GradientSteps) -> Any:
-        """Read a piece, and write the chunks that it completes."""
+        """Reads a piece, and writes the chunks that it completes."""
         if _is_whole_chunk(piece, steps.streams(cache, len(piece["input_ids"]))):
             return steps.read_whole_chunk(piece, cache)[0]
-        cache.activate_past_recording()  # a layer with a window keeps what the open chunk may ask for again
+        cache.activate_past_recording()  # a layer with a window must keep the open chunk's past
         output = steps.call(**piece)
         first = first_stream(cache)
         if first.complete:
@@ -264,7 +278,7 @@ def _normal(value: Any) -> Any:
 
 
 def _spans(ids: Tensor, mask: Tensor | None, past: int) -> list[Span]:
-    """Returns the span of each row's tokens without padding."""
+    """Returns the span of each row's tokens, without padding."""
     batch, length = ids.shape
     if mask is None:
         return [(0, length)] * batch
@@ -282,8 +296,7 @@ def _refuse_what_has_no_ids(given: dict[str, Any]) -> None:
     mask = given.get("attention_mask")
     if given.get("input_ids") is None or given.get("inputs_embeds") is not None:
         raise InPlaceTTTError(
-            "target='gradient' learns to predict token ids, and this forward has embeddings; pass "
-            "input_ids alone."
+            "target='gradient' predicts token ids, and this forward has embeddings; pass input_ids alone."
         )
     if mask is not None and not (isinstance(mask, Tensor) and (mask.dim() == 2 or mask.is_meta)):
         raise InPlaceTTTError(
@@ -297,7 +310,7 @@ def _refuse_what_has_no_ids(given: dict[str, Any]) -> None:
 
 
 def _is_packed(given: dict[str, Any]) -> bool:
-    """Returns True if a row holds several documents; `plan` counts rows on the meta device as such."""
+    """Returns True if rows hold several documents. Rows on the meta device (`plan`) count as such."""
     positions = given.get("position_ids")
     if given.get("cu_seq_lens_q") is not None or given["input_ids"].is_meta:
         return True

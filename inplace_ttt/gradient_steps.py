@@ -1,5 +1,7 @@
-"""The gradient steps of complete chunks, for `target: gradient`: a chunk is read with gradients, and every
-layer writes its targets."""
+"""The gradient steps of complete chunks, for `target: gradient`.
+
+A chunk is read with gradients, and every layer writes its targets.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,13 @@ Call = Callable[..., Any]
 
 @dataclass(frozen=True)
 class GradientSteps:
-    """lm: the model with its head, which gives the loss. call: the base's own `__call__`. layers: the TTT
-    layers by index."""
+    """The gradient steps of one model.
+
+    Attributes:
+        lm: the model with its head, which gives the loss.
+        call: the base's own `__call__`.
+        layers: the TTT layers by index.
+    """
 
     lm: nn.Module
     call: Call
@@ -39,7 +46,7 @@ class GradientSteps:
 
     @property
     def first(self) -> FastWeight:
-        """The first TTT layer; all have one config."""
+        """The first TTT layer. All layers have the same config."""
         return next(iter(self.layers.values()))
 
     @property
@@ -48,14 +55,21 @@ class GradientSteps:
         return self.first.fast.config.steps_per_chunk
 
     def streams(self, cache: Cache, batch: int) -> GradientStream:
-        """Returns the first layer's stream of a cache; creates those that are missing."""
+        """Returns the first layer's stream in a cache, and creates missing streams."""
         for index, layer in self.layers.items():
             stream_of(cache, index, batch, layer.fast.config)
         return first_stream(cache)
 
     def read_whole_chunk(self, piece: dict[str, Any], cache: Cache) -> tuple[Any, Tape]:
-        """Read a whole chunk of every row with gradients, and write it. Returns the output, and the keys and
-        targets of the first step."""
+        """Reads a whole chunk of every row with gradients, and writes it.
+
+        Args:
+            piece: arguments of the base model's forward.
+            cache: the cache among them.
+
+        Returns:
+            The output, and the keys and targets of the first step.
+        """
         ids = piece["input_ids"]
         tape, first = Tape(), self.streams(cache, len(ids))
         if self.count > 1:
@@ -76,8 +90,14 @@ class GradientSteps:
         return output, tape
 
     def write(self, piece: dict[str, Any], cache: Cache, rows: list[int], tape: Tape | None = None) -> None:
-        """Write the complete chunks of these rows, which end with the piece. tape: of the first step, where
-        it was read with gradients."""
+        """Writes the complete chunks of some rows, which end with the piece.
+
+        Args:
+            piece: arguments of the base model's forward.
+            cache: the cache among them.
+            rows: the rows with a complete chunk.
+            tape: keys and targets of the first step, if the piece was read with gradients.
+        """
         held = {
             index: stream for index, stream in streams(cache).items() if isinstance(stream, GradientStream)
         }
@@ -93,14 +113,15 @@ class GradientSteps:
             stream.close_chunks(rows, before[index])
 
     def _again(self, piece: dict[str, Any], cache: Cache, rows: list[int]) -> Tape:
-        """Read the complete chunks of these rows once more, with gradients, behind the KV cache that they
-        had."""
+        """Reads the complete chunks of these rows again, with gradients, behind the KV cache before them.
+
+        Raises InPlaceTTTError if a chunk contains padding, or tokens that were read with TTT off.
+        """
         first, tape = first_stream(cache), Tape()
         if any(first.rows[row].unbroken < first.chunk_size for row in rows):
             raise InPlaceTTTError(
-                "a chunk has padding or tokens read with TTT off among its tokens, so that its gradient is "
-                "not known; pad at the left, "
-                "and read a text with TTT on."
+                "a chunk has padding or tokens read with TTT off among its tokens, so that its gradient "
+                "cannot be computed; pad at the left, and read a text with TTT on."
             )
         ids, positions = (
             torch.stack(parts) for parts in zip(*(first.tokens_of(row) for row in rows), strict=True)
@@ -118,7 +139,7 @@ class GradientSteps:
         return tape
 
     def _gradients(self, piece: dict[str, Any], tape: Tape) -> Any:
-        """Read a piece; the tape's probes become the targets V. Returns the output without a graph."""
+        """Reads a piece, and turns the tape's probes into targets V. Returns the output without a graph."""
         asking = [parameter for parameter in self.lm.parameters() if parameter.requires_grad]
         with overriding(asking, requires_grad=False), torch.enable_grad():
             output = self.call(**piece)
@@ -131,14 +152,14 @@ class GradientSteps:
 
 
 def first_stream(cache: Cache) -> GradientStream:
-    """Returns the first stream of the cache; all streams hold the same tokens."""
+    """Returns the cache's first stream. All streams hold the same tokens."""
     stream = next(iter(streams(cache).values()))
     assert isinstance(stream, GradientStream)
     return stream
 
 
 def _before_chunk(cache: Cache, rows: list[int], chunk: int, tape: Tape) -> Cache:
-    """Returns these rows of a cache without their last `chunk` tokens; its streams read and write nothing."""
+    """Returns some rows of a cache without their last `chunk` tokens. Its streams only read."""
     before = copy.copy(cache)
     before.layers = [copy.copy(layer) for layer in cache.layers]
     every = rows == [*range(first_stream(cache).batch)]
@@ -153,8 +174,10 @@ def _before_chunk(cache: Cache, rows: list[int], chunk: int, tape: Tape) -> Cach
 
 
 def refuse_other_layers(cache: Cache) -> None:
-    """Refuses caches that cannot drop a chunk: static, quantized and indexed ones, and states of linear
-    attention."""
+    """Raises InPlaceTTTError for caches that cannot drop a chunk.
+
+    These are static, quantized and indexed caches, and states of linear attention.
+    """
     for layer in cache.layers:
         plain = plain_class(layer)
         if plain is not DynamicLayer and not issubclass(plain, DynamicSlidingWindowLayer):

@@ -1,5 +1,4 @@
-"""Logits a few hundred tokens at a time: at long rows and large vocabularies all of them at once outweigh
-everything else."""
+"""Logits of a few hundred tokens at a time, since all logits of long rows would dominate the memory."""
 
 from __future__ import annotations
 
@@ -21,40 +20,53 @@ from .ops import state_dtype
 from .tasks import IGNORED
 
 _AT_ONCE = 1 << 26
-"""Logits made at a time; in float32, with the probabilities of them, half a gigabyte."""
+"""Number of logits computed at a time. In float32, with their probabilities, they take half a gigabyte."""
 
 _paths: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-"""Where models keep their base, which takes a walk over all modules to find."""
+"""Path of each model's base, kept because finding it takes a walk over all modules."""
 
 _changing_forward = Lock()
 
 
 def tokens_at_once(model: nn.Module, rows: int) -> int:
-    """How many tokens of so many rows have their logits made at a time."""
+    """Returns the number of tokens per row whose logits are computed at a time, for this many rows."""
     return max(1, _AT_ONCE // (causal_lm(model).config.get_text_config().vocab_size * rows))
 
 
 def head_logits(model: nn.Module, read: Any, hidden: Tensor, ids: Tensor) -> Tensor:
-    """Logits [B, n, V], by the head and all that the family does after it, of `hidden` [B, n, d], which the
-    base made of `ids` [B, n].
+    """Returns the logits of hidden states, from the head and all that the family computes after it.
 
-    read: any output of the base model; `hidden` is its last_hidden_state or a part of its tokens.
+    Args:
+        model: a causal LM.
+        read: any output of the base model.
+        hidden: `last_hidden_state` of an output, or some of its tokens [B, n, d].
+        ids: the token ids of these hidden states [B, n].
+
+    Returns:
+        The logits [B, n, V].
     """
     lm = causal_lm(model)
-    # a view into a row is read as a batch, for which the head's weight is copied
+    # a view into a row would be multiplied as a batch, for which the head's weight is copied
     own = hidden.clone(memory_format=torch.contiguous_format)
     with _having_read(lm, _base_of(lm), type(read)(last_hidden_state=own)):
         return lm(input_ids=ids, use_cache=False).logits
 
 
 def loss_gradient(lm: nn.Module, read: Any, ids: Tensor) -> Tensor:
-    """Gradient [B, T, d] of the summed loss of rows [B, T] at the base model's output `read`, for a few
-    hundred tokens at a time.
+    """Returns the gradient of the rows' summed loss at the base model's output.
 
-    The last token of a row, after which nothing comes, is left out.
+    It is computed for a few hundred tokens at a time. The last token of a row has no loss.
+
+    Args:
+        lm: a causal LM.
+        read: an output of its base model.
+        ids: the rows' token ids [B, T].
+
+    Returns:
+        The gradient [B, T, d].
     """
     size, parts = tokens_at_once(lm, len(ids)), list[Tensor]()
-    wanted = pad(ids[:, 1:], (0, 1), value=IGNORED)  # `cross_entropy` leaves it out
+    wanted = pad(ids[:, 1:], (0, 1), value=IGNORED)  # `cross_entropy` skips IGNORED
     for hidden, tokens, targets in zip(
         *(x.split(size, dim=1) for x in (read.last_hidden_state.detach(), ids, wanted)), strict=True
     ):
@@ -75,11 +87,11 @@ def _base_of(lm: Any) -> nn.Module:
 
 
 class _StandIn:
-    """A base model's forward that gives threads what they have in `outputs`, and reads for all others as
-    ever."""
+    """A base model's forward that returns a thread's entry of `outputs`, and runs as usual for other
+    threads."""
 
     def __init__(self, base: nn.Module) -> None:
-        update_wrapper(self, base.forward)  # others ask for its arguments
+        update_wrapper(self, base.forward)  # others inspect its arguments
         self.replaced, self.forward = vars(base).get("forward"), base.forward
         self.outputs: dict[int, Any] = {}
 
@@ -90,8 +102,7 @@ class _StandIn:
 
 @contextmanager
 def _having_read(lm: nn.Module, base: nn.Module, output: Any) -> Iterator[None]:
-    """Within it the base model gives this thread `output`, whatever it is called with, so that `lm` is what
-    comes after it."""
+    """Makes the base model return `output` in this thread, so that `lm` computes only the part after it."""
     with _changing_forward:
         stand_in = vars(base).get("forward")
         if not isinstance(stand_in, _StandIn):

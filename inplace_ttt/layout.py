@@ -1,4 +1,4 @@
-"""Which token belongs to which chunk of which document. Pure bookkeeping: knows no model."""
+"""The documents and chunks of a batch's tokens, independent of any model."""
 
 from __future__ import annotations
 
@@ -17,14 +17,24 @@ Span = tuple[int, int]
 
 
 def document_starts(position_ids: Tensor) -> Tensor:
-    """Where documents start in packed rows [B, T], bool: wherever the position is not the previous one plus
-    1."""
+    """Returns the starts of documents in packed rows.
+
+    A document starts wherever a position is not the previous position plus 1.
+
+    Args:
+        position_ids: position ids [B, T].
+
+    Returns:
+        A mask [B, T], bool: True at each document's first token.
+    """
     return torch.nn.functional.pad(position_ids.diff(dim=-1) != 1, (1, 0), value=True)
 
 
 def on_device(host: Tensor, device: torch.device) -> Tensor:
-    """A copy of host memory that every stream may read; on a GPU the host waits for the copy alone, not for
-    the queued work."""
+    """Copies a tensor from the host to a device, for use by any stream.
+
+    On a GPU the host waits for this copy only, and not for the queued work.
+    """
     if device.type != "cuda":
         return host.to(device)
     with torch.cuda.stream(torch.cuda.Stream(device)):
@@ -43,9 +53,16 @@ class ChunkLayout:
     A document is cut into chunks of `chunk_size` tokens from its own first token; its last chunk may be
     short. Tokens outside every document are padding and belong to no chunk.
 
-    documents: for each row, the spans of its documents, in order.
-    length: T, tokens a row, padding included.
-    spans: the same documents as int64 [n, 3] on the CPU: row, start and stop.
+    Args:
+        documents: for each row, the spans of its documents, in order.
+        length: T, tokens per row, including padding.
+        chunk_size: tokens per chunk.
+
+    Attributes:
+        spans: the same documents as int64 [n, 3] on the CPU: row, start and stop.
+
+    Raises:
+        InPlaceTTTError: if a document is empty, overlaps another, or exceeds the row.
     """
 
     documents: tuple[tuple[Span, ...], ...]
@@ -74,8 +91,10 @@ class ChunkLayout:
     @classmethod
     @functools.lru_cache(maxsize=16)
     def shared(cls, documents: tuple[tuple[Span, ...], ...], length: int, chunk_size: int) -> ChunkLayout:
-        """The layout, one object for all who ask for these documents: its tensors reach a device once, not
-        once a layer."""
+        """Returns one shared layout per set of arguments.
+
+        So its tensors are copied to a device once, and not once per layer.
+        """
         with torch.inference_mode(False):
             return cls(documents, length, chunk_size)
 
@@ -84,7 +103,7 @@ class ChunkLayout:
         return len(self.documents)
 
     def chunks(self, document: Span) -> Iterator[Span]:
-        """The chunks of a document, in order."""
+        """Yields the chunks of a document, in order."""
         start, stop = document
         for first in range(start, stop, self.chunk_size):
             yield first, min(first + self.chunk_size, stop)
@@ -93,12 +112,14 @@ class ChunkLayout:
         return chunk[1] - chunk[0] == self.chunk_size
 
     def writes(self) -> int:
-        """Chunks whose delta a later token of the same document reads; 0 means that nothing here can learn to
-        write."""
+        """Returns the number of chunks whose write a later token of the same document reads.
+
+        With 0 of them, the batch cannot train the target generator.
+        """
         return sum((stop - start - 1) // self.chunk_size for row in self.documents for start, stop in row)
 
     def chunk_ids(self, device: torch.device | str = "cpu") -> Tensor:
-        """int32 [B, T]: a number for each chunk, unique in its row, and -1 for padding."""
+        """Returns the index of each token's chunk in its row, int32 [B, T]; -1 for padding."""
         device = torch.device(device)
         if device not in self._chunk_ids:
             ids = torch.full((self.batch, self.length), -1, dtype=torch.int32)
@@ -114,9 +135,12 @@ class ChunkLayout:
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 (layouts are small, and few are held)
     def part(self, rank: int, ranks: int) -> ChunkLayout:
-        """Rank `rank`'s slice of T / `ranks` tokens, whose first and last document may go on beyond it.
+        """Returns the layout of one rank's part of the rows, T / `ranks` tokens each.
 
-        Raises InPlaceTTTError, on every rank alike, where a border between ranks would cut a chunk in two.
+        The part's first and last documents may continue on other ranks.
+
+        Raises:
+            InPlaceTTTError: on all ranks, if a border between ranks would cut a chunk in two.
         """
         if self.length % ranks:
             raise InPlaceTTTError(
@@ -131,8 +155,8 @@ class ChunkLayout:
                     raise InPlaceTTTError(
                         f"rank {border // width} begins at token {border} of row {row}, "
                         f"{(border - start) % self.chunk_size} tokens into a "
-                        f"chunk of {self.chunk_size}; let documents start on multiples of the chunk, and T "
-                        f"/ ranks = {width} be one."
+                        f"chunk of {self.chunk_size}; make documents start at multiples of the chunk size, "
+                        f"and T / ranks = {width} a multiple of it."
                     )
         first, last = rank * width, (rank + 1) * width
         rows = (
@@ -146,20 +170,20 @@ class ChunkLayout:
         return ChunkLayout(tuple(rows), width, self.chunk_size)
 
     def links(self, ranks: int) -> Tensor:
-        """Whose writes each rank starts from, as 0 and 1, float64 [B, ranks + 1, ranks + 1].
+        """Returns the terms of each rank's starting state as 0 and 1, float64 [B, ranks + 1, ranks + 1].
 
-        Row r is rank r's state at its first document's first token, the last row the state after each row's
-        last document; column 0 is the initial state, column r + 1 the sum of rank r's writes in its last
-        document.
+        Row r is rank r's state at the first token of its first document. The last row is the state after
+        the last document. Column 0 is the initial state. Column r + 1 is the sum of rank r's writes in its
+        last document.
         """
         width = self.length // ranks
         links = torch.zeros(self.batch, ranks + 1, ranks + 1, dtype=torch.float64)
         for row, spans in enumerate(self.documents):
             if not spans:
-                links[row, :, 0] = 1  # a row of padding hands its state on
+                links[row, :, 0] = 1  # a row of padding passes its state on
             for number, (start, stop) in enumerate(spans):
                 writers = range(start // width, -(-stop // width))
-                # the document goes on there, or starts from a state
+                # the document continues there, or starts from a given state
                 readers = [r for r in writers if start < r * width or number == 0]
                 if number == len(spans) - 1:
                     readers.append(ranks)
@@ -173,7 +197,7 @@ class ChunkLayout:
     def from_lengths(
         cls, lengths: Sequence[Sequence[int]], chunk_size: int, length: int | None = None
     ) -> ChunkLayout:
-        """Documents of the given lengths back to back in each row; what is left of `length` is padding."""
+        """Returns the layout of rows with adjacent documents of the given lengths; padding fills `length`."""
         rows = []
         for row in lengths:
             ends = [0]
@@ -185,7 +209,7 @@ class ChunkLayout:
 
     @classmethod
     def from_position_ids(cls, position_ids: Tensor, chunk_size: int) -> ChunkLayout:
-        """Packed rows [B, T], see `document_starts`."""
+        """Returns the layout of packed rows with position ids [B, T], as `document_starts` reads them."""
         length = position_ids.shape[1]
         rows = []
         for row in document_starts(position_ids).tolist():
@@ -195,8 +219,11 @@ class ChunkLayout:
 
     @classmethod
     def from_attention_mask(cls, mask: Tensor, chunk_size: int) -> ChunkLayout:
-        """One document a row [B, T], where the mask is not 0; padding may stand at the left, the right, or
-        both."""
+        """Returns the layout of rows with one document each, given by a mask [B, T] that is 0 for padding.
+
+        Raises:
+            InPlaceTTTError: if a row has padding inside its document.
+        """
         rows = []
         real, length = mask != 0, mask.shape[1]
         first = real.int().argmax(dim=1).tolist()
@@ -213,7 +240,14 @@ class ChunkLayout:
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor, chunk_size: int, length: int | None = None) -> ChunkLayout:
-        """One packed row; `cu_seqlens` [documents + 1] are the documents' cumulative lengths, from 0."""
+        """Returns the layout of one packed row.
+
+        Args:
+            cu_seqlens: cumulative lengths of the documents, from 0, [documents + 1].
+
+        Raises:
+            InPlaceTTTError: if the lengths do not rise from 0.
+        """
         ends = cu_seqlens.tolist()
         if len(ends) < 2 or ends[0] != 0 or any(b < a for a, b in itertools.pairwise(ends)):
             raise InPlaceTTTError(

@@ -1,5 +1,7 @@
-"""Registers converted checkpoints with transformers as soon as transformers is imported, so that importing
-this package stays fast."""
+"""Registers converted checkpoints with transformers as soon as transformers is imported.
+
+So importing this package stays fast.
+"""
 
 from __future__ import annotations
 

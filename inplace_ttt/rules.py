@@ -1,8 +1,8 @@
-"""The update rules: what a layer sums over its chunks, and what it reads of that sum.
+"""The update rules. Each defines a layer's sums over its chunks, and the matrix that it reads from them.
 
-A rule is data. `ops/reference.py` defines what it computes; `ops/forms.py` names the fast code. To add an
-option, add a field here and one of the same name and default to `InPlaceTTTConfig`: the config then refuses
-it under every other rule.
+A rule is data. `ops/reference.py` defines its computation; `ops/forms.py` names the fast code. To add an
+option, add a field here, and a field with the same name and default to `InPlaceTTTConfig`. The config then
+refuses the option under every other rule.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WriteNorm = Literal["spectral"]
 
 
 class Rule(ABC):
-    """What every rule answers. A rule is hashable and compares by its options."""
+    """Base class of the update rules. A rule is hashable and compares by its options."""
 
     name: ClassVar[str]
     text: ClassVar[str]
@@ -31,7 +31,7 @@ class Rule(ABC):
 
     @classmethod
     def options(cls) -> list[str]:
-        """Names of the rule's options, which are fields of a config too."""
+        """Returns the names of the rule's options, which are fields of a config too."""
         return [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
 
     @abstractmethod
@@ -44,31 +44,36 @@ class Rule(ABC):
 
     @property
     def reads_state(self) -> bool:
-        """Whether keys are multiplied with the state itself."""
+        """True if keys are multiplied with the state itself."""
         return False
 
     @property
     def keeps_row_norms(self) -> bool:
-        """Whether a read scales the rows of W0 + ηS to the norms of W0's."""
+        """True if a read scales the rows of W0 + ηS to the norms of W0's rows."""
         return False
 
     @abstractmethod
     def state_rows(self, d: int, r: int) -> int:
-        """Rows of a state [·, r] for outputs of d numbers and keys of r."""
+        """Returns the number of rows of a state [·, r], for outputs of d numbers and keys of r."""
 
     @abstractmethod
     def wanting_whole_input(self) -> list[str]:
-        """Options under which the result is not a sum over parts of the down-projection's input."""
+        """Returns the options that need a token's whole input, so that ranks cannot split it."""
 
     @abstractmethod
     def beyond_reference_format(self) -> list[str]:
-        """Reasons why the reference code's format cannot hold the rule."""
+        """Returns the reasons why the reference code's format cannot hold the rule."""
 
     @abstractmethod
     def multiply_adds(self, d: int, r: int, chunk: int, forwards: int, *, in_one_product: bool) -> float:
-        """Multiply-adds per token of writing and reading in `forwards` forward passes and one backward.
+        """Returns the multiply-adds per token for writes and reads in several forwards and one backward.
 
-        in_one_product: W0 + ηS is applied in one product, so that a read costs nothing beside W0's own.
+        Args:
+            d: output features of the down-projection.
+            r: numbers per key.
+            chunk: tokens per chunk.
+            forwards: the number of forward passes.
+            in_one_product: W0 + ηS is applied in one product, so that a read costs nothing extra.
         """
 
 
@@ -76,9 +81,12 @@ class Rule(ABC):
 class SumRule(Rule):
     """The paper's rule: a layer keeps S = Σ V_jᵀZ_j [d, r] and reads S itself (Eq. (1)).
 
-    Extensions of TTT-NTP: write_norm "spectral" divides a chunk's delta by its spectral norm;
-    preserve_row_norms scales each row of W0 + ηS to the norm of W0's row; prompt_write replaces the chunks'
-    writes by one write at the end of a prompt.
+    Its options are extensions of TTT-NTP.
+
+    Args:
+        write_norm: "spectral" divides a chunk's write by its spectral norm.
+        preserve_row_norms: scales each row of W0 + ηS to the norm of W0's row.
+        prompt_write: replaces the chunks' writes by one write at the end of a prompt.
     """
 
     write_norm: WriteNorm | None = None
@@ -146,8 +154,11 @@ class SumRule(Rule):
 class RidgeRule(Rule):
     """Extension: a layer keeps B = Σ V_jᵀZ_j above G = Σ Z_jᵀZ_j, [d + r, r], and reads M = B (G + λI)⁻¹.
 
-    M minimizes Σ ‖V - ZMᵀ‖² + λ‖M‖² over everything written. ridge: λ. write_gate: a learned gate weighs each
-    token in both sums.
+    M minimizes Σ ‖V - ZMᵀ‖² + λ‖M‖² over all written tokens.
+
+    Args:
+        ridge: λ.
+        write_gate: a learned gate weighs each token in both sums.
     """
 
     ridge: float
@@ -181,7 +192,7 @@ class RidgeRule(Rule):
         return ["it has no least squares"]
 
     def multiply_adds(self, d: int, r: int, chunk: int, forwards: int, *, in_one_product: bool) -> float:
-        # The forward sums, factors, solves and reads; the backward does so again, and walks back.
+        # The forward sums, factors, solves and reads. The backward repeats this, and computes the gradients.
         sums, factor = (d + r) * r, r**3 / (6 * chunk)
         return (
             forwards * (sums + factor + r * r + d * r)
@@ -199,9 +210,14 @@ RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (SumRule, RidgeRule)
 
 
 def rule_of_config(config: Any, defaults: Any) -> Rule:
-    """The rule of a config. defaults: has each field's default.
+    """Returns the rule of a config.
 
-    Raises InPlaceTTTError for options of another rule, and for settings that do not go together.
+    Args:
+        config: an `InPlaceTTTConfig`.
+        defaults: an object with the default of each field.
+
+    Raises:
+        InPlaceTTTError: if an option belongs to another rule, or settings do not go together.
     """
     chosen = config.update_rule
     require(chosen in tuple(RULES), f"update_rule must be one of {tuple(RULES)}, got {chosen!r}.")
@@ -218,7 +234,7 @@ def rule_of_config(config: Any, defaults: Any) -> Rule:
 
 
 def rule_of_text(text: str) -> Rule:
-    """The rule whose `text` this is."""
+    """Returns the rule with this `text`."""
     name, values = json.loads(text)
     if values.get("prompt_write") is not None:
         values["prompt_write"] = PromptWrite(**values["prompt_write"])

@@ -32,13 +32,24 @@ SEED = 0
 
 
 def convert(model: AnyModel, config: InPlaceTTTConfig | None = None) -> AnyModel:
-    """Give a loaded causal LM fast weights, in place; the model computes what it did before (paper appendix
-    C.3).
+    """Gives a loaded causal LM fast weights, in place.
 
-    config: an `InPlaceTTTConfig`; the `paper` preset without one. The model may be quantised.
-    Returns the model. Raises InPlaceTTTError for layers that do not exist or have routed experts alone, what
-    is no causal LM, and models that are converted already or wrapped by PEFT; a model that it refuses is as
-    it was.
+    The converted model computes the same as before (paper appendix C.3), except with conv="next" or
+    target="gradient".
+
+    Args:
+        model: a causal LM of transformers, which may be quantized.
+        config: the TTT config; the preset `paper` if None.
+
+    Returns:
+        The same model.
+
+    Raises:
+        InPlaceTTTError: if the model is not a causal LM, is converted already, or is wrapped by PEFT. Also if
+            a layer does not exist or has only routed experts. A refused model is unchanged.
+
+    Example:
+        >>> model = convert(model, InPlaceTTTConfig.preset("ridge"))
     """
     lm = causal_lm(model)
     if is_converted(lm):
@@ -46,8 +57,7 @@ def convert(model: AnyModel, config: InPlaceTTTConfig | None = None) -> AnyModel
     if getattr(model, "peft_config", None):
         raise InPlaceTTTError(
             "PEFT would save this model's adapter without the new parameters; convert the base first, then "
-            "wrap it, with "
-            'modules_to_save=["ttt"] in its config.'
+            'wrap it, with modules_to_save=["ttt"] in its config.'
         )
     decoder = locate(lm)
     decoder.say_how_found()
@@ -93,17 +103,18 @@ def convert(model: AnyModel, config: InPlaceTTTConfig | None = None) -> AnyModel
 
 @torch.no_grad()
 def check_behaviour(model: nn.Module) -> None:
-    """Refuse a converted model that two short rows show to be no causal LM, or no one whose layers the fast
-    weight can follow.
+    """Checks on two short rows that a converted model is causal and keeps rows apart.
 
-    Raises InPlaceTTTError when a later token or another row changes a logit by more than 1e-3 of the largest.
+    Raises:
+        InPlaceTTTError: if a later token or another row changes a logit by more than 1e-3 of the largest, or
+            the model does not read a batch of token ids.
     """
     lm = causal_lm(model)
     training = {module: module.training for module in lm.modules()}
     config = config_of(lm)
     length = (
         8 if config.target != "gradient" else min(8, config.chunk_size - 1)
-    )  # of a gradient's, no chunk may end: nothing is measured yet
+    )  # with target="gradient" no chunk may end, since its scale is not measured yet
     ids = (
         torch.arange(4, 4 + 2 * length, device=lm.device).view(2, length)
         % lm.config.get_text_config().vocab_size
@@ -134,23 +145,32 @@ def check_behaviour(model: nn.Module) -> None:
     bound = 1e-3 * expected.abs().max()
     if (expected - with_later)[:, :-1].abs().max() > bound:
         raise InPlaceTTTError(
-            f"in {type(lm).__name__} tokens see later ones, which would write what is to be predicted; it "
-            "is no causal LM."
+            f"in {type(lm).__name__} tokens see later ones, which would write the tokens to be predicted; "
+            "use a causal LM."
         )
     if (expected - with_beside)[0].abs().max() > bound:
         raise InPlaceTTTError(
-            f"in {type(lm).__name__} a row's logits depend on the other rows, so that memories would mix."
+            f"in {type(lm).__name__} a row's logits depend on the other rows, so that states would mix."
         )
 
 
 def initial_std(config: PreTrainedConfig) -> float:
-    """Standard deviation of P's diagonal at the start: the model's initializer range (paper appendix C.3)."""
+    """Returns the standard deviation of the initial diagonal of P.
+
+    This is the model's initializer range (paper appendix C.3).
+    """
     return getattr(config.get_text_config(), "initializer_range", None) or 0.02
 
 
 def revert(model: AnyModel) -> AnyModel:
-    """Take the fast weights out again, in place: every parameter of the base is what it is now, and nothing
-    is left."""
+    """Removes the fast weights, in place. The parameters of the base keep their current values.
+
+    Raises:
+        InPlaceTTTError: if the model is not converted.
+
+    Example:
+        >>> model = revert(model)
+    """
     lm = causal_lm(model)
     layers = fast_weights(lm)
     if not layers:
@@ -169,7 +189,11 @@ def is_converted(model: nn.Module) -> bool:
 
 
 def config_of(model: nn.Module) -> InPlaceTTTConfig:
-    """The TTT config of a converted model, layers written out."""
+    """Returns the TTT config of a converted model, with explicit layer indices.
+
+    Raises:
+        InPlaceTTTError: if the model is not converted.
+    """
     for module in model.modules():
         if isinstance(module, FastWeight):
             return module.fast.config
@@ -180,30 +204,41 @@ def config_of(model: nn.Module) -> InPlaceTTTConfig:
 
 
 def refuse_gradient_target(model: nn.Module, what: str) -> None:
-    """Raise InPlaceTTTError where a model's targets are loss gradients, for `what` cannot be done with them
-    yet."""
+    """Raises InPlaceTTTError if a model has gradient targets.
+
+    Args:
+        model: a converted model.
+        what: the refused action, as in "audited", for the message.
+    """
     if config_of(model).target == "gradient":
         raise InPlaceTTTError(
-            f"a model with target='gradient' cannot be {what} yet; `inplace-ttt evaluate` says whether its "
-            "writes help."
+            f"a model with target='gradient' cannot be {what} yet; `inplace-ttt evaluate` measures the gain "
+            "from its writes."
         )
 
 
 @contextmanager
 def disable_ttt(model: nn.Module) -> Iterator[None]:
-    """Within it the model reads with W0 alone and writes nothing, in this thread: the same weights, TTT
-    off."""
+    """Switches TTT off for this thread inside the `with` block: the model reads W0, and writes nothing.
+
+    Example:
+        >>> with disable_ttt(model):
+        ...     logits = model(ids).logits
+    """
     with switching(hooks_of(model), enabled=False):
         yield
 
 
 @contextmanager
 def share_sequence(model: nn.Module, group: ProcessGroup) -> Iterator[None]:
-    """Within it each rank of `group` calls the converted model with its contiguous, equal part of the same
-    rows.
+    """Splits rows over ranks inside the `with` block. Each rank reads a contiguous, equal part of each row.
 
-    Attention must see the other parts by its own means (Ulysses); only the fast weight is handled here. Not
-    needed for training under DeepSpeed's Ulysses, whose group is found by itself.
+    Only the fast weight is handled here. Attention must get the other parts by its own means (Ulysses).
+    Training under DeepSpeed's Ulysses does not need this call: its group is found automatically.
+
+    Args:
+        model: a converted model.
+        group: the process group of the ranks, in the order of their parts.
     """
     with sharing(hooks_of(model), group):
         yield
@@ -214,8 +249,7 @@ def _warn_if_nothing_reads(config: InPlaceTTTConfig, text: Any) -> None:
     if context is not None and config.chunk_size >= context:
         _warn_once(
             f"a chunk of {config.chunk_size} tokens is no shorter than the model's context of {context}: "
-            "nothing would ever "
-            "read a write; lower the chunk size"
+            "nothing would ever read a write; lower the chunk size"
         )
 
 

@@ -85,7 +85,7 @@ def test_resolve_refuses_what_the_model_does_not_have() -> None:
     ):
         InPlaceTTTConfig(layers=(0, 36, 40)).resolve(36)
     with pytest.raises(
-        InPlaceTTTError, match=r"eta has 2 values for 3 layers; give one number or one a layer\."
+        InPlaceTTTError, match=r"eta has 2 values for 3 layers; give one number or one per layer\."
     ):
         InPlaceTTTConfig(layers="every:1", eta=(1.0, 2.0)).resolve(3)
 

@@ -94,7 +94,7 @@ REFUSED: dict[str, Callable[[nn.Module], object]] = {
     r"layers \[3, 9\] do not exist: the model has 3 layers, 0 to 2": lambda m: convert(
         m, InPlaceTTTConfig(layers=(0, 3, 9))
     ),
-    r"eta has 2 values for 3 layers; give one number or one a layer": lambda m: convert(
+    r"eta has 2 values for 3 layers; give one number or one per layer": lambda m: convert(
         m, InPlaceTTTConfig(layers="every:1", eta=(1, 2))
     ),
     r"this LlamaForCausalLM is not converted; there is nothing to revert": revert,

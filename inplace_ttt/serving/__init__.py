@@ -1,33 +1,34 @@
-"""Converted models in vLLM: a package of its extension points, found through the entry point
-`vllm.general_plugins`.
+"""Converted models in vLLM: implementations of its extension points.
 
-    engine      engine_settings.py   what vLLM is told besides
-    scheduler   blocks.py            which request has which slot, by a block manager with a pool of its own
-    each step   steps.py             which tokens of the batch are whose, and in which slot
-                batch.py             what the batch's requests say of their fast weights
-                (request_settings.py), and leave behind
-    each layer  fast_linear.py       the down-projection, which is vLLM's own and the fast weight of training
-                slots.py             the states and open chunks of all slots
-    worker      worker.py            snapshots of slots (snapshots.py), by `collective_rpc`
-    server      memories.py          which user's memory of which name is which snapshot
-                http.py              memories in requests and under /v1/memories; the entry point
-                `vllm.endpoint_plugins`
+vLLM finds them through the entry point `vllm.general_plugins`.
 
-vLLM is imported here and nowhere else in the package, and this room by vLLM alone.
+    engine      engine_settings.py   additional engine settings
+    scheduler   blocks.py            a block manager with its own pool gives each request a slot
+    each step   steps.py             maps the batch's tokens to requests and slots
+                batch.py             keeps the fast-weight settings of the batch's requests
+                                     (request_settings.py), and snapshots of ended requests
+    each layer  fast_linear.py       vLLM's own down-projection with the fast weight of training
+                slots.py             states and open chunks of all slots
+    worker      worker.py            snapshots of slots (snapshots.py), called through `collective_rpc`
+    server      memories.py          maps a user and a memory's name to a snapshot
+                http.py              memories in requests and under /v1/memories; entry point
+                                     `vllm.endpoint_plugins`
+
+No other part of `inplace_ttt` imports vLLM. These modules are imported by vLLM, and by the commands `serve`
+(server.py) and `bench` (benchmark.py).
 """
 
 from __future__ import annotations
 
 
 def register() -> None:
-    """Tell vLLM of the model classes and of the cache that they declare. vLLM calls this in each of its
-    processes."""
+    """Registers the model classes and their kind of cache with vLLM, which calls this in each process."""
     from vllm import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
-    import inplace_ttt  # noqa: F401 - transformers knows the checkpoints' config from here on
+    import inplace_ttt  # noqa: F401 - registers the checkpoints' config with transformers
 
-    from . import blocks  # noqa: F401 - vLLM knows the blocks' manager from here on
+    from . import blocks  # noqa: F401 - registers the block manager with vLLM
     from .engine_settings import ServedConfig
     from .families import FAMILIES
 

@@ -1,8 +1,7 @@
-"""What the requests of a step's batch say of their fast weights, and what they leave behind: the worker's
-side of memories.
+"""The worker's side of memories: settings of the batch's requests, and snapshots.
 
-vLLM tells its logits processors before each forward which request is where in the batch. This one changes no
-logits.
+vLLM informs its logits processors, before each forward, of requests that join, leave or move in the batch.
+`Batch` is such a processor, and leaves the logits unchanged.
 """
 
 from __future__ import annotations
@@ -22,13 +21,18 @@ from .request_settings import RequestSettings
 from .snapshots import Snapshot
 
 NAME = "inplace_ttt.batch"
-"""Where vLLM's layers are found by name, this is found by this one."""
+"""Key of the batch in `static_forward_context`, where vLLM finds its layers by name."""
 
 
 @dataclass
 class Row:
-    """A request in the batch. slot: where it writes, None before its first step; tokens: what the slot has
-    read, those of `start` too."""
+    """A request in the batch.
+
+    Attributes:
+        settings: the request's fast-weight settings.
+        slot: the slot that it writes; None before its first step.
+        tokens: the number of tokens that its state has read, including those of the snapshot `start`.
+    """
 
     settings: RequestSettings
     slot: int | None = None
@@ -36,8 +40,13 @@ class Row:
 
 
 class Batch(LogitsProcessor):
-    """rows: of the batch that comes, in its order. snapshots: by id. left: what requests that went away had
-    written, by `keep`."""
+    """The requests of the batch and the worker's snapshots, as a logits processor of vLLM.
+
+    Attributes:
+        rows: the requests by their index in the coming batch.
+        snapshots: the worker's snapshots by id.
+        left: snapshots of requests that ended or were preempted, by their setting `keep`.
+    """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         self.rows: dict[int, Row] = {}
@@ -64,7 +73,7 @@ class Batch(LogitsProcessor):
         for index, params, _, _ in batch_update.added:
             self._leave(index)
             self.rows[index] = Row(RequestSettings.of(params))
-            self.left.pop(self.rows[index].settings.keep or "", None)  # it had to make room, and is back
+            self.left.pop(self.rows[index].settings.keep or "", None)  # it was preempted and is back
         for source, target, direction in batch_update.moved:
             moved, there = self.rows.pop(source, None), self.rows.pop(target, None)
             if moved is not None:
@@ -73,15 +82,23 @@ class Batch(LogitsProcessor):
                 self.rows[source] = there
 
     def begin(self, row: int, slot: int, read: int) -> tuple[RequestSettings, Snapshot | None]:
-        """Note the slot of a row's request, and that it will have read so many of its tokens after this
-        step."""
-        known = self.rows.get(row) or Row(RequestSettings())  # vLLM warms up with rows of its own
+        """Notes the slot of a row's request, and how far it will have read.
+
+        Args:
+            row: the request's index in the batch.
+            slot: the slot of this step.
+            read: the number of the request's own tokens that are read after this step.
+
+        Returns:
+            The request's settings, and the snapshot that it starts from or None.
+        """
+        known = self.rows.get(row) or Row(RequestSettings())  # vLLM warms up with rows that nobody added
         start = None if known.settings.start is None else self.snapshots[known.settings.start]
         known.slot, known.tokens = slot, read + (0 if start is None else start.tokens)
         return known.settings, start
 
     def keep(self, name: str) -> Snapshot | None:
-        """What the request of that `keep` has written; None where no request has it."""
+        """Returns the snapshot of the request with this `keep`, once; None if there is no such request."""
         for row in self._keeping(name):
             if row.slot is not None:
                 row.settings = replace(row.settings, keep=None)
@@ -89,14 +106,14 @@ class Batch(LogitsProcessor):
         return self.left.pop(name, None)
 
     def forget(self, name: str) -> None:
-        """Keep nothing of the request of that `keep`."""
+        """Keeps no snapshot of the request with this `keep`."""
         self.left.pop(name, None)
         for row in self._keeping(name):
             row.settings = replace(row.settings, keep=None)
 
     @cached_property
     def fast_weights(self) -> dict[int, Any]:
-        """The served down-projections by decoder layer, `FastRowParallelLinear`s."""
+        """The served down-projections (`FastRowParallelLinear`) by decoder layer."""
         return {layer.fast.layer: layer for layer in self._context.values() if isinstance(layer, FastWeight)}
 
     def _snapshot(self, slot: int, tokens: int) -> Snapshot:
@@ -106,7 +123,10 @@ class Batch(LogitsProcessor):
         return [row for row in self.rows.values() if row.settings.keep == name]
 
     def _leave(self, index: int) -> None:
-        """A request has ended or made room: its slot may be another's from this step on."""
+        """Removes a request that ended or was preempted, and keeps its snapshot if its settings ask for it.
+
+        From this step on, another request may write its slot.
+        """
         row = self.rows.pop(index, None)
         if row is not None and row.settings.keep is not None and row.slot is not None:
             self.left[row.settings.keep] = self._snapshot(row.slot, row.tokens)

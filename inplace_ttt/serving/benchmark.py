@@ -1,5 +1,8 @@
-"""Throughput of many requests at once: a converted model in vLLM, beside its base there, and beside
-`generate` on one after the other."""
+"""Throughput of many requests at once.
+
+A converted model in vLLM is compared with its base in vLLM, and with `generate`, which answers one request
+after the other.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +23,21 @@ from tqdm import tqdm
 from ..errors import InPlaceTTTError
 
 _ALONE = 2
-"""Requests that `generate` answers in a round, the longest and a middling one; it knows no others that
-wait."""
+"""Number of requests that `generate` answers in a round: the longest and one of medium length. Its time for a
+request does not depend on others that wait."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """requests: at once. prompt: tokens of the longest one, the shortest has a sixteenth. new: tokens that
-    each generates."""
+    """The requests of a benchmark.
+
+    Attributes:
+        requests: the number of requests at once.
+        prompt: tokens in the longest prompt; the shortest has a sixteenth of them.
+        new: tokens that each request generates.
+        dtype: the dtype of all models.
+        rounds: the number of measured rounds, after one to warm up.
+    """
 
     requests: int
     prompt: int
@@ -36,15 +46,31 @@ class Load:
     rounds: int
 
     def prompts(self, number: int, vocabulary: int) -> list[list[int]]:
-        """Of a round, all drawn anew, so that no prefix comes again; lengths alike on a logarithmic scale."""
+        """Returns the prompts of a round, as token ids.
+
+        All are drawn anew, so that no prefix repeats. Their lengths are evenly spaced on a logarithmic scale.
+        """
         drawn = random.Random(number)
         lengths = [round(self.prompt * 16 ** -(i / max(self.requests - 1, 1))) for i in range(self.requests)]
         return [[drawn.randrange(3, vocabulary) for _ in range(max(length, 1))] for length in lengths]
 
 
 def compare(converted: str, base: str, load: Load) -> dict[str, Any]:
-    """Rounds in which each contender answers the same requests, one contender after the other; ratios are
-    within rounds."""
+    """Measures rounds in which each contender answers the same requests, one contender after the other.
+
+    Args:
+        converted: the folder of the converted model.
+        base: the folder of its base.
+        load: the requests.
+
+    Returns:
+        Tokens per second and seconds per request of each contender, and the converted model's ratios of
+        tokens per second to the two others. Each has median, minimum and maximum over rounds. Ratios are
+        taken within rounds.
+
+    Raises:
+        InPlaceTTTError: if a contender's process ended.
+    """
     kinds = {"base": (_vllm, base), "converted": (_vllm, converted), "generate": (_generate, converted)}
     seen: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
     with _contenders(kinds, load) as ask:
@@ -78,7 +104,7 @@ def _spread(values: list[float]) -> dict[str, float]:
 def _contenders(
     kinds: dict[str, tuple[Callable[..., None], str]], load: Load
 ) -> Iterator[Callable[[str, int], dict[str, float]]]:
-    """Each in a process of its own, asleep while it is not asked."""
+    """Starts each contender in its own process, and yields a function that asks one for a round."""
     context, pipes, processes = get_context("spawn"), {}, []
     try:
         for kind, (serve, path) in kinds.items():
@@ -89,7 +115,7 @@ def _contenders(
             _receive(pipes[kind], kind)
 
         def ask(kind: str, number: int) -> dict[str, float]:
-            with suppress(OSError):  # its process has ended, as who listens finds
+            with suppress(OSError):  # its process has ended, which `_receive` reports
                 pipes[kind].send(number)
             return _receive(pipes[kind], kind)
 
@@ -106,13 +132,13 @@ def _receive(pipe: Connection, kind: str) -> dict[str, float]:
     try:
         found = pipe.recv()
     except (EOFError, OSError):
-        raise InPlaceTTTError(f"the process of {kind} has ended; what it said is above.") from None
+        raise InPlaceTTTError(f"the process of {kind} has ended; its output is above.") from None
     assert isinstance(found, dict)
     return found
 
 
 def _rounds(pipe: Connection) -> Iterator[int]:
-    """Numbers of the rounds that are asked for, until nobody asks."""
+    """Yields the numbers of the rounds that are asked for, until the other end of the pipe closes."""
     pipe.send({})
     while True:
         try:

@@ -1,9 +1,9 @@
-"""Which requests have a slot: the fast weights' part of vLLM's scheduler.
+"""Allocation of slots to requests: the fast weights' part of vLLM's scheduler.
 
-vLLM lends every request a block of each kind of cache, and takes it back when the request ends, is preempted
-or aborted. What is lent here is a slot: the block's number. It has no memory of the cache's, so that blocks
-stay at the size that attention wants; the states lie in the layers' own tensors (`slots.py`). There are as
-many as slots: a request that finds none free waits.
+vLLM allocates to every request a block of each kind of cache. It frees the block when the request ends, is
+preempted or aborted. Here, block n stands for slot n of the layers' own tensors (`slots.py`), which hold the
+states. So the block takes no memory of the cache, and blocks keep the size that attention needs. The pool has
+one block per slot. A request waits until a slot is free.
 """
 
 from __future__ import annotations
@@ -28,16 +28,22 @@ from ..errors import InPlaceTTTError
 from .steps import SlotBackend
 
 HANDLE = ((1,),), (torch.int64,)
-"""Shapes and dtypes of what vLLM takes a slot's block for."""
+"""Shapes and dtypes of a slot's block, as declared to vLLM."""
 
 
 SETTING = "inplace_ttt_slots"
-"""In vLLM's `additional_config`: how many slots there are."""
+"""Key in vLLM's `additional_config`: the number of slots."""
 
 
 def number_of_slots(vllm_config: VllmConfig) -> int:
-    """One for each request that may run, two where prefixes are cached (the state that a step starts from and
-    the one it makes), and 0."""
+    """Returns the number of slots, including slot 0, which no request gets.
+
+    By default there is one slot per request that may run at once. With prefix caching there are two: one for
+    the state that a step starts from, and one for the state after it.
+
+    Raises:
+        InPlaceTTTError: if the number in `additional_config` is too small or not a whole number.
+    """
     each = 1 if vllm_config.cache_config.mamba_cache_mode == "none" else 2
     asked = dict(vllm_config.additional_config or {}).get(
         SETTING, each * vllm_config.scheduler_config.max_num_seqs
@@ -50,7 +56,7 @@ def number_of_slots(vllm_config: VllmConfig) -> int:
 
 
 class SlotManager(MambaManager):
-    """Lends the blocks of a pool of its own; block n is slot n, and 0 is nobody's."""
+    """Allocates blocks of its own pool: block n is slot n, and no request gets block 0."""
 
     def __init__(self, kv_cache_spec: SlotSpec, block_pool: BlockPool, **kwargs: Any) -> None:
         self.device_pool = block_pool
@@ -58,12 +64,13 @@ class SlotManager(MambaManager):
         super().__init__(kv_cache_spec, own, **kwargs)
 
     def get_num_blocks_to_allocate(self, *args: Any, **kwargs: Any) -> int:
-        """None of the device's, or more than there are while no slot is free."""
+        """Returns 0 blocks of the device's pool, or more than it has while too few slots are free."""
         needed = super().get_num_blocks_to_allocate(*args, **kwargs)
         return 0 if needed <= self.block_pool.get_num_free_blocks() else self.device_pool.num_gpu_blocks + 1
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
-        """None: what is handed on would go to the device's pool."""
+        """Frees the request's slots here. Returns no blocks, since the caller frees them to the device's
+        pool."""
         self.block_pool.free_blocks(reversed(super().pop_blocks_for_free(request_id)))
         return []
 
@@ -71,17 +78,21 @@ class SlotManager(MambaManager):
 @register_kv_cache_spec(manager_class=SlotManager)
 @dataclass(frozen=True, kw_only=True)
 class SlotSpec(MambaSpec):
-    """The kind of cache that slots are. slots: how many, with 0."""
+    """The kind of cache that slots are.
+
+    Attributes:
+        slots: the number of slots, including slot 0.
+    """
 
     slots: int
 
 
 class SlotHandle(MambaBase):
-    """What stands for the slots among the layers that vLLM gives blocks: eight bytes a block, of which it
-    knows nothing.
+    """Represents the slots among the layers to which vLLM allocates blocks.
 
-    They say in which slot the state of a block lies. Where prefixes are cached vLLM copies them from the
-    block that a step starts from to the one it makes, and they then name the other slot.
+    Its own tensor holds eight bytes per block: the number of the slot that has the block's state. With prefix
+    caching, vLLM copies this number from the block that a step starts from to the block that the step fills.
+    The new block then names the other slot.
     """
 
     def __init__(self, name: str, slots: int, device: torch.device) -> None:
@@ -89,7 +100,7 @@ class SlotHandle(MambaBase):
         self.kv_cache = (torch.arange(slots, device=device)[:, None],)
 
     def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
-        """Nothing: vLLM's memory is not used."""
+        """Ignores vLLM's memory, which is not used."""
 
     @property
     def mamba_type(self) -> MambaAttentionBackendEnum:
@@ -114,7 +125,7 @@ class SlotHandle(MambaBase):
 
 
 def attention_specs(vllm_config: VllmConfig) -> list[KVCacheSpec]:
-    """What the attention layers declare."""
+    """Returns the cache specs of the attention layers."""
     layers = vllm_config.compilation_config.static_forward_context.values()
     attention = [
         layer

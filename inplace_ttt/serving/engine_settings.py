@@ -1,4 +1,4 @@
-"""What vLLM is told when it makes an engine for one of our models."""
+"""Settings of vLLM's engine for converted models."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ WORKER = f"{__package__}.worker.MemoryWorker"
 
 
 class ServedConfig(MambaModelConfig):
-    """vLLM takes a model whose layer_types name attention alone for one without a state, and leaves
-    `MambaModelConfig`'s settings out."""
+    """Applies the settings of models with a state, and those of this package.
+
+    vLLM itself applies `MambaModelConfig` only if `layer_types` names other layers than attention.
+    """
 
     @classmethod
     def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
@@ -22,8 +24,8 @@ class ServedConfig(MambaModelConfig):
         vllm_config.model_config.logits_processors = [*(given if _BATCH in given else [*given, _BATCH])]
         if vllm_config.compilation_config.cudagraph_mode not in (None, CUDAGraphMode.NONE):
             _LOG.warning(
-                "In-Place TTT: without CUDA graphs: a graph would go on writing the slots of the step that "
-                "it was recorded in."
+                "In-Place TTT: CUDA graphs are switched off: a graph would keep writing the slots of the "
+                "step in which it was recorded."
             )
         vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
         vllm_config.parallel_config.worker_extension_cls = (

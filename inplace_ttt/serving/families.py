@@ -1,4 +1,4 @@
-"""Whose converted models vLLM serves: a family is a row."""
+"""The model families that can be served in vLLM, one per row."""
 
 FAMILIES = {
     f"InPlaceTTT{model}": (f"vllm.model_executor.models.{module}", model)
@@ -10,4 +10,4 @@ FAMILIES = {
         ("gemma3", "Gemma3ForCausalLM"),
     )
 }
-"""The architecture that a converted checkpoint names -> module and class of its base in vLLM."""
+"""Maps the architecture in a converted checkpoint to module and class of its base in vLLM."""

@@ -1,4 +1,4 @@
-"""vLLM's down-projection as a fast weight: its own forward, and what the slots' states add to it."""
+"""vLLM's down-projection as a fast weight: its own forward, plus the reads of the slots' states."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ from .steps import Step
 
 
 class Source:
-    """The target source of the forward that runs: the embeddings for all TTT layers, or the MLP's input for
-    one."""
+    """Holds the target source of the current forward.
+
+    This is the embeddings for all TTT layers, or the MLP's input for one layer.
+    """
 
     value: Tensor | None = None
 
     def take(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Of a decoder layer or an MLP, before its forward."""
+        """Keeps the hidden states that enter a decoder layer or an MLP (a forward pre-hook)."""
         self.value = (
             kwargs["hidden_states"]
             if "hidden_states" in kwargs
@@ -33,11 +35,11 @@ class Source:
 
 
 class FastRowParallelLinear(FastWeight, RowParallelLinear):
-    """A `RowParallelLinear` that reads and writes the slots of the requests whose tokens it sees.
+    """A `RowParallelLinear` that reads and writes the slots of its batch's requests.
 
-    Under tensor parallelism each rank has a part of W0's input. By the paper's rule its state is that part
-    too, and what it reads is summed with what W0 gives. A rule that wants the whole input gathers it, and
-    every rank has the same state.
+    Under tensor parallelism each rank has a part of W0's input features. With the paper's rule, its state has
+    the same part, and the reads are summed over ranks together with W0's output. A rule that needs the whole
+    input gathers it, and every rank keeps the whole state.
     """
 
     tp_size: int
@@ -46,10 +48,10 @@ class FastRowParallelLinear(FastWeight, RowParallelLinear):
     source: Source
     handle: SlotHandle
     norm: Tensor | None = None
-    """‖W0‖ as it was loaded: later, vLLM may lay W0 out for its products."""
+    """‖W0‖ as loaded. Later, vLLM may change the layout of W0."""
 
     def forward(self, z: Tensor) -> Any:
-        """[N, h] -> [N, d] and the bias, as `RowParallelLinear`."""
+        """Returns the output [N, d] for the keys z [N, h], in the form of `RowParallelLinear`."""
         given = RowParallelLinear.forward(self, z)
         out, rest = (given[0], given[1:]) if isinstance(given, tuple) else (given, None)
         if self.tp_size > 1 and not self.is_split:
@@ -60,7 +62,14 @@ class FastRowParallelLinear(FastWeight, RowParallelLinear):
         return out if rest is None else (out, *rest)
 
     def advance(self, out: Tensor, z: Tensor, x: Tensor, step: Step) -> None:
-        """Add what the step's tokens read to `out` [N, d] in place, and take them in."""
+        """Adds the reads of the step's tokens to `out` in place, and writes these tokens.
+
+        Args:
+            out: the output of W0 [N, d].
+            z: inputs of the down-projection [N, h].
+            x: target source [N, d].
+            step: the requests, their tokens and their slots.
+        """
         for request, source in step.moves(self.handle.kv_cache[0]):
             self.slots.copy(source, request.slot, request.seen)
         for request in step.requests:
@@ -76,7 +85,7 @@ class FastRowParallelLinear(FastWeight, RowParallelLinear):
             self.slots.advance(out[part], keys[part], x[part], request.slot, request.seen, self)
 
     def note_norm(self) -> None:
-        """Keep what a relative clip needs of the loaded W0."""
+        """Keeps ‖W0‖ for a relative clip, after the weights are loaded."""
         clip = self.fast.config.clip
         if clip is not None and clip.relative:
             part = super().w0_norm()
@@ -98,14 +107,22 @@ def install(
     handle: SlotHandle,
     vllm_config: VllmConfig,
 ) -> None:
-    """Make a down-projection a fast weight, in place."""
+    """Turns a down-projection into a fast weight, in place.
+
+    Args:
+        down: the down-projection.
+        settings: the layer's index, config and η.
+        source: the holder of the layer's target source.
+        handle: the slots' handle, which gives their number.
+        vllm_config: gives the dtype; the layer is registered in its `static_forward_context`.
+    """
     h, d, config = down.input_size, down.output_size, settings.config
     dtype, device = vllm_config.model_config.dtype, next(down.parameters()).device
     down.__class__ = FastRowParallelLinear
     down.ttt = target_generator(config, h, d, dtype=dtype, device=device).requires_grad_(False)
     down.fast, down.source, down.handle = settings, source, handle
     down.is_split = down.tp_size > 1 and not config.wanting_whole_input
-    down.reduce_results = down.reduce_results and not down.is_split  # `forward` does it, with what was read
+    down.reduce_results = down.reduce_results and not down.is_split  # `forward` reduces the sum
     down.slots = Slots(
         handle.slots, config, d, down.input_size_per_partition if down.is_split else h, dtype, device
     )
@@ -114,9 +131,9 @@ def install(
 
 @torch.library.custom_op("inplace_ttt::advance", mutates_args=("out",))
 def advance(out: Tensor, z: Tensor, x: Tensor, name: str) -> None:
-    """What the fast weight of the layer of that name adds to `out` [N, d]."""
+    """Calls `advance` of the layer with this name, which adds its reads to `out` [N, d] in place."""
     context = get_forward_context()
-    if context.attn_metadata is None:  # vLLM measures its memory
+    if context.attn_metadata is None:  # a run in which vLLM measures its memory
         return
     layer = context.no_compile_layers[name]
     layer.advance(out, z, x, context.attn_metadata[layer.handle.name])

@@ -1,8 +1,8 @@
 """Memories over HTTP: in requests to vLLM's own endpoints, and under /v1/memories.
 
-A request for a completion may say `"memory": NAME`, so that it starts from what that memory has read and
-leaves there what it reads and says itself; `"freeze": true`, so that it leaves nothing; and `"ttt": "off"`.
-Memories belong to the key that a request bears.
+A completion request with `"memory": NAME` starts from that memory, and updates it with the tokens that it
+reads and generates. With `"freeze": true` it leaves the memory unchanged. With `"ttt": "off"` it neither
+reads nor writes fast weights. A memory belongs to the API key of its request.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .memory import SAVED, Refused, check_name
 from .request_settings import KEY, RequestSettings
 
 SETTINGS = "inplace_ttt_memories"
-"""In vLLM's `additional_config`: `MemorySettings`."""
+"""Key in vLLM's `additional_config`, for the fields of `MemorySettings`."""
 _WITH_MEMORY = ("/v1/completions", "/v1/chat/completions")
 _WITHOUT = (
     "/v1/chat/completions/batch",
@@ -43,16 +43,16 @@ _WITHOUT = (
 _OURS = ("memory", "freeze", "ttt")
 _DONE = b"data: [DONE]"
 _ERROR = b'data: {"error"'
-"""How the events of a stream begin that is at its end, or has failed."""
+"""First bytes of a stream's last event, and of the event of a failed stream."""
 _OFF = uuid.uuid4().hex
-"""In the salt of requests with TTT off; none that says its own salt can say this one."""
+"""Part of the salt of requests with TTT off. It is random, so that no client's own salt can equal it."""
 _LOG = logging.getLogger(f"vllm.{__name__}")
 
 router = APIRouter(prefix="/v1/memories")
 
 
 class MemoryEndpoints:
-    """vLLM's plugin of endpoints; it takes those that VLLM_PLUGINS names."""
+    """The endpoint plugin for vLLM, which loads it only if VLLM_PLUGINS names it."""
 
     name = "inplace-ttt"
     required_tasks = ("generate",)
@@ -68,20 +68,19 @@ class MemoryEndpoints:
 
 
 def memories_of(engine: EngineClient) -> Memories | InPlaceTTTError:
-    """The memories of an engine, or why it has none."""
+    """Returns the memories of an engine, or the error that explains why memories are not possible."""
     config = engine.vllm_config
     try:
         if config.parallel_config.worker_extension_cls != WORKER:
             raise InPlaceTTTError(
-                "memories are there for models that inplace-ttt convert made, without another worker "
-                "extension."
+                "memories work only for converted models, and without another worker extension; use "
+                "inplace-ttt convert, and leave --worker-extension-cls out."
             )
         if config.parallel_config.data_parallel_size > 1:
-            raise InPlaceTTTError("memories are known to one engine; leave --data-parallel-size out.")
+            raise InPlaceTTTError("memories work with one engine; leave --data-parallel-size out.")
         if config.scheduler_config.async_scheduling:
             raise InPlaceTTTError(
-                "memories want --no-async-scheduling: else a request's last token may be read before it is "
-                "known."
+                "memories need --no-async-scheduling; otherwise a memory may have read a token too many."
             )
         return Memories(
             engine, from_values(MemorySettings, (config.additional_config or {}).get(SETTINGS, {}), SETTINGS)
@@ -96,7 +95,7 @@ async def _refusal(request: Request, error: Exception) -> Response:
 
 
 def refused(error: Exception) -> JSONResponse:
-    """As OpenAI's errors are."""
+    """Returns an error's response, in the form of OpenAI's errors; status 400 unless it is a `Refused`."""
     status = error.status if isinstance(error, Refused) else 400
     return JSONResponse(
         {"error": {"message": str(error), "type": "inplace_ttt", "param": None, "code": status}},
@@ -105,8 +104,7 @@ def refused(error: Exception) -> JSONResponse:
 
 
 def user_of(headers: Headers) -> str:
-    """Whose memories a request means: those of the key that it bears, whether or not the server checks
-    keys."""
+    """Returns the user of a request: a hash of its API key, even if the server does not check keys."""
     return hashlib.sha256(headers.get("authorization", "").partition(" ")[2].strip().encode()).hexdigest()[
         :32
     ]
@@ -151,7 +149,7 @@ async def fork_memory(name: str, request: Request) -> dict[str, Any]:
     except ValueError:
         asked = None
     if not isinstance(asked, dict) or set(asked) != {"to"}:
-        raise Refused('say {"to": NAME}, the name of the copy.', 400)
+        raise Refused('the body must be {"to": NAME}, with the name of the copy.', 400)
     return memories.describe(await memories.fork(user_of(request.headers), name, check_name(asked["to"])))
 
 
@@ -163,7 +161,7 @@ async def delete_memory(name: str, request: Request) -> dict[str, Any]:
 
 @router.get("/{name}/file")
 async def download_memory(name: str, request: Request) -> Response:
-    """What it is now, as a file of `Session.save`."""
+    """Returns a memory's current content as a file, which `Session.load` reads."""
     file = await _memories(request.app).export(user_of(request.headers), name)
     return FileResponse(
         file,
@@ -175,7 +173,7 @@ async def download_memory(name: str, request: Request) -> Response:
 
 @router.put("/{name}/file")
 async def upload_memory(name: str, request: Request) -> dict[str, Any]:
-    """A file of `Session.save`, with an empty KV cache."""
+    """Makes or replaces a memory from a file of `Session.save` with an empty KV cache."""
     memories = _memories(request.app)
     return memories.describe(
         await memories.upload(user_of(request.headers), check_name(name), request.stream())
@@ -183,8 +181,7 @@ async def upload_memory(name: str, request: Request) -> dict[str, Any]:
 
 
 class RequestsWithMemory:
-    """Between a client and vLLM's endpoints: what a request says of its memory becomes settings of the
-    engine's request."""
+    """Middleware that translates a request's memory, freeze and ttt into settings of vLLM's request."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -200,12 +197,13 @@ class RequestsWithMemory:
             values = _object(body)
             if KEY in _arguments(values):
                 raise Refused(
-                    f'{KEY} of vllm_xargs is the server\'s own; say "memory", "freeze" or "ttt".', 400
+                    f'{KEY} of vllm_xargs is reserved; set "memory", "freeze" or "ttt" instead.', 400
                 )
             if any(name in values for name in _OURS):
                 if path in _WITHOUT:
                     raise Refused(
-                        f"memory, freeze and ttt are known to {' and '.join(_WITH_MEMORY)} alone.", 400
+                        f"memory, freeze and ttt work only in {' and '.join(_WITH_MEMORY)}; use one of them.",
+                        400,
                     )
                 asked = Asked.of(values)
                 if asked.memory is not None:
@@ -220,7 +218,13 @@ class RequestsWithMemory:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a request says of its memory, checked."""
+    """A request's fields memory, freeze and ttt, checked.
+
+    Attributes:
+        memory: the memory's name, or None.
+        freeze: the request leaves the memory unchanged.
+        off: the request neither reads nor writes fast weights.
+    """
 
     memory: str | None = None
     freeze: bool = False
@@ -228,6 +232,7 @@ class Asked:
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> Asked:
+        """Reads the fields from a request's JSON body. Raises Refused if they cannot be served together."""
         memory, freeze, ttt = values.get("memory"), values.get("freeze", False), values.get("ttt", "on")
         if memory is not None:
             check_name(memory)
@@ -240,13 +245,13 @@ class Asked:
         if memory is not None and ttt == "off":
             raise Refused("with ttt off no memory is read; leave one of the two out.", 400)
         if values.get("use_beam_search") and (memory is not None or ttt == "off"):
-            raise Refused("vLLM's beams know neither memory nor ttt; leave use_beam_search out.", 400)
+            raise Refused("beam search supports neither memory nor ttt; leave use_beam_search out.", 400)
         if memory is not None and not freeze:
             _refuse_several(values)
         return cls(memory, freeze, ttt == "off")
 
     def told(self, values: dict[str, Any], turn: Turn | None) -> dict[str, Any]:
-        """The request as vLLM knows it."""
+        """Returns the request's JSON body for vLLM: our fields become `vllm_xargs` and a `cache_salt`."""
         start, keep = (None, None) if turn is None else (turn.start, turn.keep)
         settings = RequestSettings(self.off, start, keep, salted=True)
         told = {name: value for name, value in values.items() if name not in _OURS}
@@ -257,26 +262,27 @@ class Asked:
 
 
 def _refuse_several(values: dict[str, Any]) -> None:
-    """What would leave several things in a memory, or more than was said."""
+    """Refuses requests that would write several sequences to a memory, or more tokens than they return."""
     prompt = values.get("prompt")
     if isinstance(prompt, list) and len(prompt) > 1 and not all(isinstance(token, int) for token in prompt):
         raise Refused(
-            "several prompts cannot write one memory; send them one after the other, or say freeze.", 400
+            "several prompts cannot write one memory; send them one after the other, or set freeze.", 400
         )
     for name in ("n", "best_of"):
         if values.get(name) not in (None, 1):
             raise Refused(
-                f"{name} {shown(values[name])} answers cannot write one memory; ask for one, or say freeze.",
+                f"{name}={shown(values[name])} asks for several answers, which cannot write one memory; ask "
+                "for one, or set freeze.",
                 400,
             )
     if values.get("stop"):
         raise Refused(
-            "a stop string is seen after more tokens are read; use stop_token_ids, or say freeze.", 400
+            "a stop string is found only after more tokens are read; use stop_token_ids, or set freeze.", 400
         )
 
 
 def _object(body: bytes) -> dict[str, Any]:
-    """A JSON object; nothing for what is none, which vLLM refuses."""
+    """Returns a body's JSON object; empty if it is invalid, since vLLM refuses it itself."""
     try:
         values = json.loads(body)
     except (ValueError, RecursionError):
@@ -285,7 +291,7 @@ def _object(body: bytes) -> dict[str, Any]:
 
 
 def _arguments(values: dict[str, Any]) -> dict[str, Any]:
-    """What a request says to the engine besides, wherever an endpoint takes it."""
+    """Returns a request's extra arguments for the engine, from both places where endpoints take them."""
     sampling = values.get("sampling_params")
     given = sampling.get("extra_args") if isinstance(sampling, dict) else None
     return {**(values.get("vllm_xargs") or {}), **(given if isinstance(given, dict) else {})}
@@ -301,7 +307,7 @@ async def _body(receive: Receive) -> bytes:
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """The body, then what the client says besides."""
+    """Returns a `receive` that gives the body first, then the client's further messages."""
     first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Message:
@@ -311,10 +317,10 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
 
 
 class _Exchange:
-    """A request and its response, whose end waits until the memory has what was written.
+    """A request and its response. The end of the response waits until the memory is updated.
 
-    So that a client that has its answer finds it in the memory, or is told that the memory has it not. A
-    stream has ended for its client with the event [DONE], after which it may hang up.
+    So a client that has its answer finds it in the memory, or gets an error if the update failed. For the
+    client a stream ends with the event [DONE], after which it may disconnect.
     """
 
     def __init__(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send, turn: Turn | None) -> None:
@@ -352,7 +358,7 @@ class _Exchange:
             if self.start is not None:
                 await refused(error)(self.scope, self.receive, self.send)
                 return
-            _LOG.error("In-Place TTT: a memory was left as it was: %s", error)
+            _LOG.error("In-Place TTT: a memory was not updated: %s", error)
             message = {**message, "body": b"data: " + bytes(refused(error).body) + b"\n\n" + body}
         if self.start is not None:
             await self.send(self.start)

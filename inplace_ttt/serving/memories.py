@@ -1,8 +1,8 @@
-"""Which user's memory of which name is which snapshot of the workers: the server's side of memories.
+"""The server's side of memories: a user and a name map to a snapshot in the workers.
 
-A snapshot never changes. A request starts from the one that its memory's name stands for, and makes a new
-one; those who started from the old one still read that. Where snapshots would take too much of the workers'
-memory, the least recently used rest on disk.
+A snapshot never changes. A request starts from its memory's current snapshot, and its end makes a new one.
+Other requests that started from the old snapshot still read the old one. If snapshots take too much of the
+workers' memory, the least recently used memories are moved to disk.
 """
 
 from __future__ import annotations
@@ -35,9 +35,13 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class MemorySettings:
-    """folder: where memories rest that there is no room for, and are saved. per_user: memories of one user.
-        in_memory: bytes of all
-    snapshots in the workers. upload: bytes of a file.
+    """Settings of `Memories`.
+
+    Attributes:
+        folder: the folder for saved memories, and for those moved to disk.
+        per_user: the largest number of memories per user.
+        in_memory: the largest total size of the snapshots in the workers, in bytes.
+        upload: the largest size of an uploaded file, in bytes.
     """
 
     folder: str = "memories"
@@ -48,8 +52,12 @@ class MemorySettings:
 
 @dataclass(eq=False)
 class Turn:
-    """One request's use of a memory. start: the snapshot that it starts from; keep: under which name what it
-    writes is kept, if it is."""
+    """One request's use of a memory.
+
+    Attributes:
+        start: the id of the snapshot that the request starts from; None for W0.
+        keep: the name under which the worker keeps the request's final state; None if the request is frozen.
+    """
 
     memory: Memory
     start: str | None
@@ -57,25 +65,33 @@ class Turn:
 
 
 class Memories:
-    """All users' memories; their files are FOLDER/USER/NAME.state and .resting. Raises InPlaceTTTError for a
-    folder that takes none."""
+    """The memories of all users. Their files are FOLDER/USER/NAME.state and FOLDER/USER/NAME.resting.
+
+    Args:
+        engine: the engine whose workers hold the snapshots.
+
+    Raises:
+        InPlaceTTTError: if the folder is not writable.
+    """
 
     def __init__(self, engine: Engine, settings: MemorySettings) -> None:
         self.engine, self.settings, self.folder = engine, settings, Path(settings.folder).resolve()
         check_writable(self.folder)
-        # what `export` wrote for a server that was killed
+        # files that `export` wrote before the server was killed
         for cut_off in self.folder.glob(f"*/.{'[0-9a-f]' * 32}{SAVED}"):
             cut_off.unlink(missing_ok=True)
         self._users: dict[str, dict[str, Memory]] = {}
         self._about: dict[str, Mapping[str, int]] = {}
-        self._uses: Counter[str] = Counter()  # of a snapshot: by names, and by requests that started from it
+        # per snapshot: the memories that it belongs to, and the requests that started from it
+        self._uses: Counter[str] = Counter()
         self._clock = itertools.count(1)
 
     def all_of(self, user: str) -> list[dict[str, Any]]:
-        """What is known of a user's memories, by name."""
+        """Returns the descriptions of a user's memories, sorted by name."""
         return [self.describe(memory) for _, memory in sorted(self._of(user).items()) if memory.exists]
 
     def describe(self, memory: Memory) -> dict[str, Any]:
+        """Returns a memory's name, size, place (`memory` or `disk`), and whether it is saved."""
         if memory.snapshot is not None:
             return {
                 "name": memory.name,
@@ -91,14 +107,23 @@ class Memories:
         }
 
     def find(self, user: str, name: str) -> Memory:
+        """Returns a user's memory. Raises Refused (404) if there is none of that name."""
         memory = self._of(user).get(check_name(name))
         if memory is None or not memory.exists:
             raise _unknown(name)
         return memory
 
     async def begin(self, user: str, name: str, freeze: bool) -> Turn:
-        """A request's turn, which `end` must end. It waits for other requests that write this memory, unless
-        it only reads."""
+        """Begins a request's turn, which must be ended by `end`.
+
+        A request that writes waits for the other requests that write this memory.
+
+        Args:
+            freeze: the request only reads the memory.
+
+        Raises:
+            Refused: if a frozen request's memory does not exist, or a new one cannot be made.
+        """
         memory = self.find(user, name) if freeze else await self._own(user, name)
         try:
             start = await (self._woken(memory) if freeze else self._wake(memory))
@@ -114,8 +139,14 @@ class Memories:
         return Turn(memory, start, keep)
 
     async def end(self, turn: Turn, well: bool) -> None:
-        """Make what the request wrote the memory's, if all went well. Raises InPlaceTTTError where there is
-        nothing."""
+        """Ends a request's turn, and updates its memory if the request succeeded.
+
+        Args:
+            well: the request succeeded, and its client is still connected.
+
+        Raises:
+            Refused: if the worker kept no state of the request.
+        """
         KNOWN.discard(turn.keep or "")
         try:
             if turn.keep is not None and well:
@@ -129,7 +160,7 @@ class Memories:
         await self._make_room()
 
     async def save(self, user: str, name: str) -> Memory:
-        """Write a memory to its file, in one step."""
+        """Writes a memory to its file in one step, unless the file already holds it."""
         async with self._alone(user, name) as memory:
             if not memory.is_saved:
                 await self._write(await self._woken(memory), memory.file)
@@ -139,7 +170,7 @@ class Memories:
         return memory
 
     async def export(self, user: str, name: str) -> Path:
-        """What a memory is now, as a file of its own, which the caller must remove."""
+        """Writes a memory's current content to a temporary file, which the caller must remove."""
         async with self._alone(user, name) as memory:
             file = memory.file.with_name(f".{uuid.uuid4().hex}{SAVED}")
             await self._write(await self._woken(memory), file)
@@ -147,7 +178,7 @@ class Memories:
         return file
 
     async def load(self, user: str, name: str) -> Memory:
-        """Go back to a memory's file."""
+        """Replaces a memory's content with that of its file. Raises Refused (404) if it has no file."""
         async with self._alone(user, name) as memory:
             if not memory.file.exists():
                 raise Refused(f"memory {shown(name)} has no file; save it first.", 404)
@@ -156,12 +187,18 @@ class Memories:
         return memory
 
     async def upload(self, user: str, name: str, body: AsyncIterator[bytes]) -> Memory:
-        """Take a session's file as a memory, a new one or in place of one; refused if it is not of this
-        model."""
+        """Makes a memory from a session's file, or replaces one.
+
+        Args:
+            body: the file's bytes.
+
+        Raises:
+            Refused: if the file is too large, damaged, or of another model.
+        """
         memory = await self._own(user, name)
         try:
             _make_folder_of(memory.file)
-            # the name is the memory's: the folder is the server's own
+            # the memory's lock guards the name, since the folder belongs to this server alone
             with new_file(memory.file, ours=True) as partial:
                 await self._receive(body, partial)
                 made = await self._made("ttt_load", str(partial), status=400)
@@ -172,7 +209,11 @@ class Memories:
         return memory
 
     async def fork(self, user: str, name: str, to: str) -> Memory:
-        """Another name for what a memory is now; from here on each goes its own way."""
+        """Copies a memory's current content to the new name `to`. The two are independent from then on.
+
+        Raises:
+            Refused: if there is a memory of the new name.
+        """
         self.find(user, name)
         copy = await self._own(user, to)
         try:
@@ -188,7 +229,7 @@ class Memories:
         return copy
 
     async def delete(self, user: str, name: str) -> None:
-        """Its files too."""
+        """Deletes a memory and its files."""
         async with self._alone(user, name) as memory, memory.waking:
             del self._of(user)[memory.name]
             memory.file.unlink(missing_ok=True)
@@ -196,7 +237,7 @@ class Memories:
             await self._forget(memory)
 
     def _of(self, user: str) -> dict[str, Memory]:
-        """A user's memories; the first time, those on disk."""
+        """Returns a user's memories by name. The first call finds those on disk."""
         if user not in self._users:
             files = (self.folder / user).glob("[!.]*")
             known = {
@@ -206,8 +247,10 @@ class Memories:
         return self._users[user]
 
     async def _own(self, user: str, name: str) -> Memory:
-        """The memory of that name, made if it is new, for its caller alone to write: who must release
-        `writing`."""
+        """Returns the memory of that name, made if it is new, with `writing` held for the caller.
+
+        The caller must release it by `_release`.
+        """
         if (problem := await self._make_room()) is not None:
             raise problem
         mine = self._of(user)
@@ -218,7 +261,7 @@ class Memories:
                     >= self.settings.per_user
                 ):
                     raise Refused(
-                        f"there are {self.settings.per_user} memories, the most that one key may have; "
+                        f"this key has {self.settings.per_user} memories, the largest number per key; "
                         "delete one.",
                         409,
                     )
@@ -230,20 +273,20 @@ class Memories:
             memory.writing.release()  # it was deleted meanwhile
 
     def _release(self, memory: Memory) -> None:
-        """What `_own` gave; a name in which nothing came about goes."""
+        """Releases a memory that `_own` returned, and drops its name if nothing was written."""
         memory.writing.release()
         if not memory.exists:
             self._of(memory.file.parent.name).pop(memory.name, None)
 
     @asynccontextmanager
     async def _alone(self, user: str, name: str) -> AsyncIterator[Memory]:
-        """A memory that is there, and that no request writes."""
+        """Holds an existing memory while no request writes it."""
         memory = self.find(user, name)
         async with memory.writing:
             yield self.find(user, name)
 
     async def _wake(self, memory: Memory) -> str | None:
-        """The memory's snapshot, from disk if it rests there; None where nothing is written yet."""
+        """Returns the memory's snapshot, loaded if it is on disk; None if nothing is written yet."""
         async with memory.waking:
             if memory.snapshot is None and (file := memory.on_disk) is not None:
                 await self._become(memory, await self._made("ttt_load", str(file), status=400))
@@ -254,21 +297,26 @@ class Memories:
             return memory.snapshot
 
     async def _woken(self, memory: Memory) -> str:
-        """The snapshot of a memory that is there; it may have been deleted while others woke it or put it to
-        rest."""
+        """Returns the snapshot of an existing memory.
+
+        Raises Refused if it was deleted while another task loaded it or moved it to disk.
+        """
         if (snapshot := await self._wake(memory)) is None:
             raise _unknown(memory.name)
         return snapshot
 
     async def _replace(self, memory: Memory, snapshot: str) -> None:
-        """Make the snapshot of its file the memory's, whatever was being woken for those who only read it."""
+        """Makes the snapshot of its file the memory's current one.
+
+        It waits for a load that a reading request started.
+        """
         async with memory.waking:
             await self._become(memory, snapshot)
             memory.saved = memory.snapshot
             memory.resting.unlink(missing_ok=True)
 
     async def _made(self, how: str, what: str, status: int) -> str:
-        """A new snapshot, by a call of the worker's."""
+        """Makes a new snapshot through the worker's method `how`, and returns its id."""
         name = uuid.uuid4().hex
         self._about[name] = await self._call(how, name, what, status=status)
         KNOWN.add(name)
@@ -281,7 +329,7 @@ class Memories:
         await self._let_go(before)
 
     async def _let_go(self, snapshot: str | None) -> None:
-        """One use less."""
+        """Counts one use less. Drops a snapshot without uses."""
         if snapshot is None:
             return
         self._uses[snapshot] -= 1
@@ -291,7 +339,7 @@ class Memories:
             await self.engine.collective_rpc("ttt_drop", args=(snapshot,))
 
     async def _forget(self, memory: Memory) -> None:
-        """Hold nothing of it but its files."""
+        """Drops the memory's snapshot, and leaves its files."""
         gone, memory.snapshot = memory.snapshot, None
         await self._let_go(gone)
 
@@ -302,7 +350,8 @@ class Memories:
                 size += len(block)
                 if size > self.settings.upload:
                     raise Refused(
-                        f"the file is larger than {self.settings.upload:,} bytes, the most that is taken.",
+                        f"the file is larger than {self.settings.upload:,} bytes, the largest size of an "
+                        "upload.",
                         413,
                     )
                 written.write(block)
@@ -312,11 +361,10 @@ class Memories:
         await self._call("ttt_save", snapshot, str(file), status=507)
 
     async def _make_room(self) -> Refused | None:
-        """The least recently used go to disk, except those that a request writes; why one could not, where
-        there is still no room.
+        """Moves the least recently used memories to disk, except those that a request writes.
 
-        What a request has written is the memory's by then, so that its end does not fail by this: the next
-        that would write does.
+        Returns the error of a failed write to disk, if there is still no room. The caller that ends a request
+        ignores it, since the memory is already updated. The next request that would write raises it.
         """
         problem = None
         held = [
@@ -333,7 +381,7 @@ class Memories:
                             memory.rested = memory.snapshot
                         await self._forget(memory)
                     except Refused as error:
-                        _LOG.error("In-Place TTT: a memory cannot rest on disk: %s", error)
+                        _LOG.error("In-Place TTT: a memory cannot be moved to disk: %s", error)
                         problem = error
         return None if self._has_room() else problem
 
@@ -341,7 +389,10 @@ class Memories:
         return sum(about["bytes"] for about in self._about.values()) <= self.settings.in_memory
 
     async def _call(self, method: str, *args: str, status: int) -> Mapping[str, int]:
-        """What all workers answer. Raises Refused with the sentence of one that cannot."""
+        """Calls a method of all workers, and returns the answer, with `bytes` summed over workers.
+
+        Raises Refused with the message of a worker that failed.
+        """
         answers = await self.engine.collective_rpc(method, args=args)
         for answer in answers:
             if "error" in answer:
@@ -353,11 +404,13 @@ class Memories:
 
 
 def _unknown(name: str) -> Refused:
-    return Refused(f"there is no memory {shown(name)}; a request without freeze makes it, or an upload.", 404)
+    return Refused(
+        f"there is no memory {shown(name)}; create it by a request without freeze, or by an upload.", 404
+    )
 
 
 def _make_folder_of(file: Path) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise Refused(f"the server's folder of memories takes none: {error.strerror}.", 507) from None
+        raise Refused(f"the server's folder of memories is not writable: {error.strerror}.", 507) from None

@@ -1,4 +1,4 @@
-"""One memory: its name, the snapshot that it stands for, and its files."""
+"""One memory: its name, its current snapshot, and its files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 
 
 class Refused(InPlaceTTTError):
-    """What cannot be done for a user. status: of HTTP."""
+    """An error in a user's request, or in serving it.
+
+    Args:
+        status: the HTTP status code.
+    """
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -29,10 +33,17 @@ class Refused(InPlaceTTTError):
 
 @dataclass(eq=False)
 class Memory:
-    """snapshot: None while it rests on disk, or before anything is written. saved, rested: the snapshots that
-        its files hold, where known.
+    """A user's memory, in the workers' memory or on disk.
 
-    file: what its user saved. resting: what was put there for want of room.
+    Attributes:
+        file: the file that the user saved; its folder and stem are the user and the memory's name.
+        snapshot: the id of the current snapshot; None while the memory is on disk only, or before its first
+            write.
+        saved: the id of the snapshot that `file` holds, where known.
+        rested: the id of the snapshot that `resting` holds, where known.
+        used: the time of the last use, as a count; the least recently used memories are moved to disk.
+        writing: held by the request that writes the memory.
+        waking: held while the snapshot is loaded, replaced, or moved to disk.
     """
 
     file: Path
@@ -49,12 +60,12 @@ class Memory:
 
     @property
     def resting(self) -> Path:
+        """The file to which the server moves the memory when the workers' memory is full."""
         return self.file.with_name(f"{self.name}{RESTING}")
 
     @property
     def on_disk(self) -> Path | None:
-        """The newest file; a server that was killed may have saved, and not yet removed what rested
-        before."""
+        """The newest file. A server that was killed after a save may have left an older resting file."""
         found = [file for file in (self.resting, self.file) if file.exists()]
         return max(found, key=lambda file: file.stat().st_mtime_ns, default=None)
 
@@ -64,7 +75,7 @@ class Memory:
 
     @property
     def is_saved(self) -> bool:
-        """Whether its user's file holds what it is now."""
+        """True if the user's file holds the memory's current content."""
         return self.file.exists() and (
             self.saved == self.snapshot if self.snapshot is not None else self.on_disk == self.file
         )
@@ -77,8 +88,10 @@ def check_name(name: Any) -> str:
 
 
 def about_file(file: Path) -> dict[str, int]:
-    """As the workers say it of a snapshot, of a file that nobody has proved; without numbers where it is
-    none."""
+    """Returns a file's tokens, chunks and bytes, as the workers report them for a snapshot.
+
+    The file is not verified. The result is empty if it cannot be read as a session.
+    """
     try:
         with safe_open(file, framework="pt") as held:
             counts = next(held.get_tensor(name) for name in held.keys() if name.endswith(".counts"))  # noqa: SIM118 - not a mapping
@@ -90,7 +103,7 @@ def about_file(file: Path) -> dict[str, int]:
 
 
 def check_writable(folder: Path) -> None:
-    """Raises InPlaceTTTError for a folder in which nothing can be saved."""
+    """Creates a folder. Raises InPlaceTTTError if it is not writable."""
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         TemporaryFile(dir=folder).close()

@@ -1,5 +1,7 @@
-"""A base's model class in vLLM with fast weights in it, by the architecture that a converted checkpoint
-names."""
+"""Model classes for vLLM: a base's own class with fast weights.
+
+Each class is an attribute of this module, under the architecture that a converted checkpoint names.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from .fast_linear import FastRowParallelLinear, Source, install
 
 _LOG = init_logger(f"vllm.{__name__}")
 _NEW = ".down_proj.ttt."
-"""What the names of a TTT layer's own tensors have in them."""
+"""Part of the name of each of a TTT layer's new tensors."""
 
 
 def _served(architecture: str) -> type:
@@ -52,10 +54,10 @@ def _served(architecture: str) -> type:
                     "again."
                 )
             for name, tensor in mine.items():
-                if tensor.shape != (shape := own[name].shape):  # else one number would be copied into all
+                if tensor.shape != (shape := own[name].shape):  # `copy_` would broadcast it
                     raise InPlaceTTTError(
-                        f"{name} is {list(tensor.shape)} and the config says {list(shape)}; convert the "
-                        "base again."
+                        f"{name} has shape {list(tensor.shape)}, but {list(shape)} by the config; convert "
+                        "the base again."
                     )
                 own[name].data.copy_(tensor)
             for module in self.modules():
@@ -80,7 +82,7 @@ def _served(architecture: str) -> type:
 
 
 def _make_fast(model: Any, vllm_config: VllmConfig) -> None:
-    """Make fast weights of the down-projections that the config names."""
+    """Turns the down-projections that the config names into fast weights."""
     config = InPlaceTTTConfig.from_dict(vllm_config.model_config.hf_config.inplace_ttt["config"])
     _refuse(config, vllm_config)
     layers = model.model.layers
@@ -107,8 +109,11 @@ def _make_fast(model: Any, vllm_config: VllmConfig) -> None:
 
 
 def _handles(vllm_config: VllmConfig, device: torch.device) -> SlotHandle:
-    """The slots' handle, in as many copies as there are layers of the rarest kind of attention: vLLM groups
-    its caches by that number."""
+    """Registers the slots' handles with vLLM and returns the first.
+
+    There are as many handles as layers of the rarest kind of attention, since vLLM groups its caches by that
+    number.
+    """
     rarest = min(Counter(attention_specs(vllm_config)).values())
     handles = [
         SlotHandle(f"inplace_ttt.slots.{i}", number_of_slots(vllm_config), device) for i in range(rarest)
@@ -118,7 +123,7 @@ def _handles(vllm_config: VllmConfig, device: torch.device) -> SlotHandle:
 
 
 def _refuse(config: InPlaceTTTConfig, vllm_config: VllmConfig) -> None:
-    """What is not served yet, in one sentence."""
+    """Raises InPlaceTTTError for settings that cannot be served yet."""
     parallel = vllm_config.parallel_config
     refused = {
         "target='gradient'": config.target == "gradient",
@@ -137,7 +142,7 @@ def _refuse(config: InPlaceTTTConfig, vllm_config: VllmConfig) -> None:
 
 
 def _without(weights: Iterable[tuple[str, Tensor]], mine: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The base's tensors; the fast weights' go to `mine`."""
+    """Yields the base's tensors, and puts those of the fast weights into `mine`."""
     for name, tensor in weights:
         if _NEW in name:
             mine[name] = tensor

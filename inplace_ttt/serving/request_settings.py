@@ -1,4 +1,4 @@
-"""What a request says of its fast weights, in `SamplingParams.extra_args`."""
+"""A request's settings for its fast weights, in `SamplingParams.extra_args`."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from ..files.schema import from_values
 
 KEY = "inplace_ttt"
 KNOWN: set[str] = set()
-"""Snapshots that requests of this process may start from, and names under which they may be kept: nobody
-else's are let in."""
+"""Snapshots that requests of this process may start from, and names under which they may be kept. Others are
+refused."""
 
 
 @dataclass(frozen=True)
 class RequestSettings:
-    """off: nothing is read from fast weights and nothing written. start: the snapshot that the request starts
-        from, None for W0.
-    keep: under which name what it has written is kept at its end, for `MemoryWorker.ttt_keep`.
+    """A request's settings for its fast weights.
 
-    salted: the prompt has a `cache_salt` that no request with other settings has. vLLM knows a prefix by its
-        tokens alone, and what a
-    layer says of them depends on these settings too.
+    Attributes:
+        off: the request neither reads nor writes fast weights.
+        start: the id of the snapshot that the request starts from; None for W0.
+        keep: the name under which its final state is kept, for `MemoryWorker.ttt_keep`.
+        salted: the prompt has a `cache_salt` of its own, which no request with other settings has. vLLM
+            identifies a cached prefix by its tokens and its salt, and its values depend on these settings.
     """
 
     off: bool = False
@@ -40,29 +41,36 @@ class RequestSettings:
 
     @classmethod
     def checked(cls, params: SamplingParams) -> RequestSettings:
-        """As `of`, where a request comes in. Raises InPlaceTTTError for what none may say."""
+        """Returns the settings of an incoming request, as `of` does.
+
+        Raises:
+            InPlaceTTTError: if they need a `cache_salt`, or name snapshots that are not the server's.
+        """
         settings = cls.of(params)
         if settings != cls() and not settings.salted:
             raise InPlaceTTTError(
-                f"{KEY} of extra_args changes what a prefix's cache holds; give the prompt a cache_salt of "
-                "its own and say salted, or "
-                "use inplace-ttt serve, which does."
+                f"{KEY} of extra_args changes the cached values of a prefix; give the prompt a cache_salt of "
+                "its own and set salted, or use inplace-ttt serve, which does both."
             )
         if not {settings.start or "", settings.keep or ""} - {""} <= KNOWN:
             raise InPlaceTTTError(
-                f"start and keep of {KEY} in extra_args are the server's own; name a memory, to "
-                "inplace-ttt serve."
+                f"start and keep of {KEY} in extra_args are reserved for the server; use inplace-ttt serve, "
+                "and name a memory in the request."
             )
         return settings
 
     @classmethod
     def of(cls, params: SamplingParams) -> RequestSettings:
-        """Raises InPlaceTTTError for what is no such settings."""
+        """Reads the settings from sampling parameters; the defaults if there are none.
+
+        Raises:
+            InPlaceTTTError: if they are invalid.
+        """
         given = (params.extra_args or {}).get(KEY)
         if given is None:
             return cls()
         try:
             values = parse_json(given) if isinstance(given, str) else given
         except ValueError:
-            raise InPlaceTTTError(f"{KEY} of extra_args is no JSON, got {given!r:.80}.") from None
+            raise InPlaceTTTError(f"{KEY} of extra_args must be JSON, got {given!r:.80}.") from None
         return from_values(cls, values, f"{KEY} of extra_args")

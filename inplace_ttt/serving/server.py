@@ -32,24 +32,36 @@ def serve(
     memories: Mapping[str, Any],
     others: Sequence[str],
 ) -> None:
-    """Serve until the process is told to end. memories: fields of `MemorySettings`. others: arguments of
-    vLLM's own command."""
+    """Serves a model with memories until the process is stopped.
+
+    Args:
+        model: the folder of a converted model.
+        host: the address to listen at.
+        port: the port to listen at.
+        keys: API keys that the server accepts, added to those in `others`.
+        memories: fields of `MemorySettings`.
+        others: arguments of `vllm serve`.
+
+    Raises:
+        InPlaceTTTError: if an argument cannot be used, the folder of memories is not writable or in use by
+            another server, or vLLM fails.
+    """
     cli_env_setup()
     given = _arguments({"model": str(model), "host": host, "port": port}, others)
     if (given.api_server_count or 1) > 1:
-        raise InPlaceTTTError("memories are known to one API server; leave --api-server-count out.")
+        raise InPlaceTTTError("memories work with one API server; leave --api-server-count out.")
     if given.async_scheduling:
         raise InPlaceTTTError(
-            "with --async-scheduling a memory may have read more than was said; leave it out."
+            "with --async-scheduling a memory may have read a token too many; leave it out."
         )
     given.async_scheduling = False
-    with reported("--additional-config behind --vllm must be a JSON object"):
+    with reported("--additional-config after --vllm must be a JSON object"):
         given.additional_config = {**_table(given.additional_config), SETTINGS: dict(memories)}
     if keys:
         given.api_key = [*(given.api_key or []), *keys]
     configure_logging_from_args(given)
     validate_parsed_serve_args(given)
-    with _kept_apart(Path(memories["folder"])), reported("vLLM ended with an error", "what it said is above"):
+    with _kept_apart(Path(memories["folder"])), reported("vLLM ended with an error", "its output is above"):
         try:
             uvloop.run(run_server(given))
         except OSError as error:
@@ -63,29 +75,28 @@ def serve(
 class _Parser(FlexibleArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise InPlaceTTTError(
-            f"vLLM refuses what stands behind --vllm: {message}; `vllm serve --help=all` lists what it takes."
+            f"vLLM refuses the arguments after --vllm: {message}; `vllm serve --help=all` lists its options."
         )
 
 
 def _arguments(ours: Mapping[str, Any], others: Sequence[str]) -> Namespace:
-    """vLLM's arguments: those of our own command, and others beside them."""
+    """Returns vLLM's arguments, parsed from our command's and from those after `--vllm`."""
     parser = make_arg_parser(_Parser(prog="vllm serve", add_help=False))
-    with reported("vLLM cannot take what stands behind --vllm"):
+    with reported("vLLM cannot use the arguments after --vllm"):
         given = parser.parse_args(
             [*(word for name, value in ours.items() for word in (f"--{name}", str(value))), *others]
         )
     for name, value in ours.items():
         if getattr(given, name) != value or given.model_tag:
             raise InPlaceTTTError(
-                f"--{name} is no argument behind --vllm, but one of inplace-ttt serve itself; say it "
-                "before --vllm."
+                f"--{name} is an argument of inplace-ttt serve itself; give it before --vllm, and not "
+                "after it."
             )
     return given
 
 
 def _kept_apart(folder: Path) -> ExitStack:
-    """Keeps other servers off a folder of memories, each of which would go by files that the other has
-    replaced meanwhile."""
+    """Locks a folder of memories against other servers, each of which could replace the other's files."""
     check_writable(folder)
     held = ExitStack()
     try:

@@ -1,4 +1,4 @@
-"""The fast weights of every slot of one layer, and what a step does to them."""
+"""The fast weights of all slots of one layer, and their update in a step."""
 
 from __future__ import annotations
 
@@ -14,11 +14,21 @@ from ..layout import ChunkLayout
 
 
 class Slots:
-    """States [slots, ·, r], what reads use of them [slots, d, r], and the open chunks' keys and sources
-    [slots, C, ·].
+    """The states, and the open chunks' keys and target sources, of all slots of one layer.
 
-    How far a request is follows from how many of its tokens were read, so that a slot is lent without being
-    cleared: of what its last owner left nothing is read.
+    A request's number of chunks and of tokens in the open chunk follow from the number of tokens read. So a
+    slot is given to the next request without being cleared: values of an earlier request are never read.
+
+    Args:
+        slots: the number of slots, including slot 0.
+        d: the layer's output features.
+        h: the layer's input features on this rank.
+        dtype: of the keys and the sources.
+
+    Attributes:
+        state: the states [slots, ·, r], and the matrices [slots, d, r] that reads use.
+        keys: keys of the open chunks [slots, C, r].
+        sources: target sources of the open chunks [slots, C, d].
     """
 
     def __init__(
@@ -32,11 +42,11 @@ class Slots:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a slot."""
+        """Bytes per slot."""
         return self.state.row_bytes + self.keys[0].nbytes + self.sources[0].nbytes
 
     def copy(self, source: int, slot: int, seen: int) -> None:
-        """Give a slot what another one holds after so many tokens."""
+        """Copies a slot's content after `seen` tokens, from slot `source` to slot `slot`."""
         written, filled = divmod(seen, self.chunk_size)
         if written:
             self.state.copy_row(source, slot)
@@ -44,8 +54,10 @@ class Slots:
             tensor[slot, :filled] = tensor[source, :filled]
 
     def held(self, slot: int, seen: int) -> dict[str, Tensor]:
-        """What a slot holds after so many tokens, as copies in the host's memory: the tensors of a stream of
-        one row."""
+        """Returns copies in host memory of a slot's content after `seen` tokens.
+
+        They are the tensors of a stream with one row: `counts`, and, unless empty, `state`, `z` and `x`.
+        """
         written, filled = divmod(seen, self.chunk_size)
         held = {"counts": torch.tensor([[filled], [written], [seen]])}
         if written:
@@ -55,7 +67,7 @@ class Slots:
         return {name: tensor.to("cpu", copy=True) for name, tensor in held.items()}
 
     def restore(self, slot: int, held: Mapping[str, Tensor]) -> None:
-        """Give a slot what `held` took."""
+        """Writes into a slot the tensors that `held` returned."""
         if "state" in held:
             self.state.put(slot, held["state"][0].to(self.state.value))
         if "z" in held:
@@ -64,10 +76,17 @@ class Slots:
             self.sources[slot, :filled] = held["x"][0, :filled].to(self.sources)
 
     def advance(self, out: Tensor, z: Tensor, x: Tensor, slot: int, seen: int, layer: StreamedLayer) -> None:
-        """Add what one request's tokens read to `out` [n, d] in place and take them in; keys z [n, r], target
-        source x [n, d].
+        """Reads and writes one request's tokens.
 
-        A token reads the chunks completed before it; a chunk is written when its last token has been read.
+        A token reads the chunks completed before it. A chunk is written when its last token has been read.
+
+        Args:
+            out: the layer's output [n, d]; the reads are added to it in place.
+            z: keys [n, r].
+            x: target source [n, d].
+            slot: the request's slot.
+            seen: the number of tokens that the slot's state has read.
+            layer: the layer whose rule and target generator apply.
         """
         written, filled = divmod(seen, self.chunk_size)
         opened = min(len(z), -filled % self.chunk_size)
@@ -83,8 +102,15 @@ class Slots:
     def advance_each(
         self, out: Tensor, z: Tensor, x: Tensor, requests: list[tuple[int, int, int]], layer: StreamedLayer
     ) -> None:
-        """As `advance` for requests with one token each: its place in out [N, d], keys z [N, r] and x [N, d],
-        slot, tokens seen before."""
+        """Reads and writes one token each of several requests, as `advance`.
+
+        Args:
+            out: the layer's output [N, d]; the reads are added to it in place.
+            z: keys [N, r].
+            x: target source [N, d].
+            requests: per request the token's index in the batch, the slot, and the number of tokens seen.
+            layer: the layer whose rule and target generator apply.
+        """
         reading = [(place, slot) for place, slot, seen in requests if seen >= self.chunk_size]
         if reading:
             places = torch.tensor([place for place, _ in reading], device=z.device)
@@ -102,7 +128,7 @@ class Slots:
     def _take(
         self, out: Tensor, z: Tensor, x: Tensor, slot: int, filled: int, written: int, layer: StreamedLayer
     ) -> bool:
-        """Tokens of the open chunk; whether they complete it."""
+        """Reads and keeps tokens of the open chunk. Returns True if they complete it."""
         stop = filled + len(z)
         if written:
             self.state.add_read(out[None], z[None], layer, slot, whole=len(z) == self.chunk_size)
@@ -113,7 +139,7 @@ class Slots:
         return stop == self.chunk_size
 
     def _write_open(self, slot: int, written: int, layer: StreamedLayer) -> None:
-        """The slot's open chunk is complete."""
+        """Writes the slot's open chunk, which is complete."""
         part = slice(slot, slot + 1)
         after = layer.write(
             self.keys[part], self.sources[part], self._layout(1), self._before(slot, written), reads=False
@@ -123,7 +149,7 @@ class Slots:
     def _take_whole(
         self, out: Tensor, z: Tensor, x: Tensor, slot: int, written: int, layer: StreamedLayer
     ) -> None:
-        """Whole chunks, in one call."""
+        """Reads and writes whole chunks in one call."""
         read, after = layer.write(
             z[None], x[None], self._layout(len(z) // self.chunk_size), self._before(slot, written), reads=True
         )

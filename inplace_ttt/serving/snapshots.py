@@ -1,5 +1,4 @@
-"""What fast weights have written, outside of any slot: what a memory's name stands for, and a session's file
-holds."""
+"""Snapshots: copies of a slot's fast weights, in host memory or as a session's file."""
 
 from __future__ import annotations
 
@@ -25,14 +24,19 @@ _SPLIT = (".fast.state", ".fast.z")
 
 @dataclass(frozen=True)
 class Snapshot:
-    """layers: the tensors of each TTT layer's stream, of one row. tokens: how many were read to get there."""
+    """The fast weights of one sequence, outside the slots.
+
+    Attributes:
+        layers: by layer index, the tensors of a stream with one row.
+        tokens: the number of tokens that the sequence has read.
+    """
 
     layers: Mapping[int, Mapping[str, Tensor]]
     tokens: int
 
     @classmethod
     def of(cls, layers: Mapping[int, Slots], slot: int, tokens: int) -> Snapshot:
-        """A copy of what a slot holds after so many tokens."""
+        """Copies a slot's content after `tokens` tokens."""
         return cls({index: slots.held(slot, tokens) for index, slots in layers.items()}, tokens)
 
     @property
@@ -41,10 +45,14 @@ class Snapshot:
 
 
 class SnapshotFiles:
-    """Snapshots as files that `Session` reads and writes, of the model in a folder.
+    """Reads and writes snapshots as files of `Session`.
 
-    is_split: each rank of tensor parallelism holds a part of the keys' numbers; a file holds them all, and
-        the first rank writes it.
+    Args:
+        model: the folder of the model.
+        config: the model's TTT config.
+        sizes: input and output features (h, d) of each TTT layer's down-projection, by layer index.
+        is_split: each rank of tensor parallelism holds a part of the keys' features. A file holds all of
+            them, and the first rank writes it.
     """
 
     def __init__(
@@ -57,7 +65,7 @@ class SnapshotFiles:
         return fingerprint_in(self.model)
 
     def write(self, snapshot: Snapshot, path: str | os.PathLike[str]) -> None:
-        """In one step, as `Session.save`. All ranks must call it."""
+        """Writes a snapshot to a file in one step, as `Session.save` does. All ranks must call it."""
         tensors = {
             f"{index}.fast.{name}": tensor
             for index, held in snapshot.layers.items()
@@ -74,10 +82,15 @@ class SnapshotFiles:
         )
 
     def read(self, path: str | os.PathLike[str]) -> Snapshot:
-        """Raises InPlaceTTTError for what is damaged, another model's, or more than fast weights."""
+        """Reads a snapshot from a file. Of split keys each rank keeps its own part.
+
+        Raises:
+            InPlaceTTTError: if the file is damaged, of another model, has a KV cache or token ids, or holds
+                several sequences.
+        """
         try:
             header, tensors = session_file.read(path)
-        except InPlaceTTTError as error:  # whoever sent it knows it by another name
+        except InPlaceTTTError as error:  # the path is the server's own, and means nothing to the client
             raise InPlaceTTTError(str(error).replace(str(path), "the file")) from None
         check_header("the file", header, self.config, self.fingerprint)
         if header.attention or "tokens" in tensors:
@@ -85,7 +98,9 @@ class SnapshotFiles:
                 "the file holds a session's KV cache too; save state.drop_kv_cache() instead."
             )
         if check_streams("the file", tensors, self.config, self.sizes) != 1:
-            raise InPlaceTTTError("the file holds no single sequence; a memory is one.")
+            raise InPlaceTTTError(
+                "the file does not hold exactly one sequence, as a memory does; save a session of one row."
+            )
         layers: dict[int, dict[str, Tensor]] = {index: {} for index in self.sizes}
         for name, tensor in tensors.items():
             index, _, kind = name.partition(".fast.")
@@ -101,7 +116,7 @@ class SnapshotFiles:
 
 
 def _joined(part: Tensor) -> Tensor:
-    """All ranks' parts of the last dimension, in the host's memory."""
+    """Returns all ranks' parts, joined along the last dimension, in host memory."""
     group = get_tp_group()
     parts = [torch.empty_like(part) for _ in range(group.world_size)]
     distributed.all_gather(parts, part.contiguous(), group=group.cpu_group)

@@ -1,4 +1,4 @@
-"""Which tokens of a step's batch are whose."""
+"""The requests of a step: their tokens in the batch, and their slots."""
 
 from __future__ import annotations
 
@@ -24,10 +24,14 @@ from .snapshots import Snapshot
 
 @dataclass(frozen=True)
 class Tokens:
-    """One request's tokens [start, stop) of the batch, and its slot.
+    """One request's tokens in the batch, and its slot.
 
-    seen: how many tokens were read to get to what the slot held before. restores: what to put there first,
-        None for nothing.
+    Attributes:
+        slot: the request's slot.
+        seen: the number of tokens that the slot's state has read before this step.
+        start: index of the request's first token in the batch.
+        stop: index after its last token.
+        restores: the snapshot to load into the slot first, or None.
     """
 
     slot: int
@@ -39,14 +43,14 @@ class Tokens:
 
 @dataclass
 class Step(LinearAttentionMetadata):
-    """What vLLM knows of a step, and its requests."""
+    """vLLM's metadata of a step, and the step's requests."""
 
     requests: list[Tokens] = field(default_factory=list)
     moved: list[tuple[Tokens, int]] | None = None
 
     @cached_property
     def single(self) -> list[Tokens]:
-        """Requests with one token each, which are taken together."""
+        """The requests with one token each, which are processed together."""
         return [request for request in self.requests if request.stop - request.start == 1]
 
     @cached_property
@@ -54,8 +58,10 @@ class Step(LinearAttentionMetadata):
         return [request for request in self.requests if request.stop - request.start > 1]
 
     def moves(self, handles: Tensor) -> list[tuple[Tokens, int]]:
-        """The requests whose state lies in another slot than theirs, and that slot; from now on it lies in
-        theirs."""
+        """Returns the requests whose state is in another slot than their own, each with that slot.
+
+        Afterwards `handles` [blocks, 1] name the requests' own slots: the caller must copy the states.
+        """
         if self.moved is None:
             slots = torch.tensor(
                 [request.slot for request in self.requests], dtype=torch.int64, device=handles.device
@@ -71,7 +77,7 @@ class Step(LinearAttentionMetadata):
 
 
 class StepBuilder(LinearAttentionMetadataBuilder):
-    """Makes the step's `Step`, once for all layers."""
+    """Builds the `Step` of each step, once for all layers."""
 
     _cudagraph_support = AttentionCGSupport.NEVER
 
@@ -104,7 +110,7 @@ class StepBuilder(LinearAttentionMetadataBuilder):
 
 
 class SlotBackend(LinearAttentionBackend):
-    """The kind of attention that vLLM takes slots for."""
+    """The attention backend under which vLLM runs the slots."""
 
     @staticmethod
     def get_name() -> str:

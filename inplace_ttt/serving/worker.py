@@ -1,4 +1,4 @@
-"""What the server asks of vLLM's workers about memories; `collective_rpc` calls these by name."""
+"""The workers' methods for memories. The server calls them by name, through `collective_rpc`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .batch import NAME, Batch
 from .snapshots import Snapshot, SnapshotFiles
 
 Answer = dict[str, Any]
-"""What is known of a snapshot, its tokens, chunks and bytes; or `error`, a sentence."""
+"""A snapshot's `tokens`, `chunks` and `bytes`, or the message of an `error`."""
 
 
 def _answers(call: Callable[..., Answer]) -> Callable[..., Answer]:
-    """An InPlaceTTTError as an answer: what a worker raises ends the engine's call without its words."""
+    """Returns an InPlaceTTTError as an answer, since vLLM drops the message of an exception in a worker."""
 
     @wraps(call)
     def answered(*args: Any) -> Answer:
@@ -30,7 +30,7 @@ def _answers(call: Callable[..., Answer]) -> Callable[..., Answer]:
 
 
 class MemoryWorker:
-    """vLLM's worker class derives from this one too (`worker_extension_cls`)."""
+    """Methods that vLLM adds to its worker class (`worker_extension_cls`)."""
 
     vllm_config: VllmConfig
 
@@ -49,30 +49,35 @@ class MemoryWorker:
 
     @_answers
     def ttt_keep(self, snapshot: str, name: str) -> Answer:
-        """Make a snapshot of what the request of that `keep` has written; it must have run its last step."""
+        """Makes a snapshot of the request with the `keep` of this name, which must have run its last step.
+
+        Args:
+            snapshot: the id of the new snapshot.
+            name: the request's `keep`.
+        """
         kept = self.ttt_batch.keep(name)
         if kept is None:
-            raise InPlaceTTTError("the request has left nothing to keep.")
+            raise InPlaceTTTError("the worker has no state of the request to keep.")
         return self._hold(snapshot, kept)
 
     def ttt_forget(self, name: str) -> None:
-        """Keep nothing of the request of that `keep`."""
+        """Keeps no snapshot of the request with the `keep` of this name."""
         self.ttt_batch.forget(name)
 
     @_answers
     def ttt_load(self, snapshot: str, path: str) -> Answer:
-        """Make a snapshot of a file."""
+        """Makes a snapshot from a file."""
         return self._hold(snapshot, self.ttt_files.read(path))
 
     @_answers
     def ttt_save(self, snapshot: str, path: str) -> Answer:
-        """Write a snapshot to a file, in one step."""
+        """Writes a snapshot to a file in one step."""
         held = self.ttt_batch.snapshots[snapshot]
         self.ttt_files.write(held, path)
         return self._about(held)
 
     def ttt_drop(self, snapshot: str) -> None:
-        """Hold a snapshot no longer; no request may start from it."""
+        """Drops a snapshot. No request may start from it afterwards."""
         self.ttt_batch.snapshots.pop(snapshot, None)
 
     def _hold(self, name: str, snapshot: Snapshot) -> Answer:

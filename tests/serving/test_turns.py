@@ -166,7 +166,7 @@ def test_what_vllm_would_pass_over_is_refused(ours: dict[str, Any], memories: Me
     """Its beams are requests without our settings; its other endpoints know no settings of ours."""
     asyncio.run(write(memories, "a"))
     status, body = asked(memories, "/v1/completions", {**ours, "use_beam_search": True})
-    assert status == 400 and b"beams know neither memory nor ttt" in body
+    assert status == 400 and b"beam search supports neither memory nor ttt" in body
     for path in (
         "/v1/chat/completions/batch",
         "/invocations",
@@ -175,7 +175,7 @@ def test_what_vllm_would_pass_over_is_refused(ours: dict[str, Any], memories: Me
         "/v1/messages",
     ):
         status, body = asked(memories, path, ours)
-        assert status == 400 and b"are known to /v1/completions" in body, path
+        assert status == 400 and b"work only in /v1/completions" in body, path
 
 
 def test_settings_of_the_engine_are_no_request_s(memories: Memories) -> None:
@@ -223,10 +223,10 @@ def test_downloads_that_a_kill_cut_off_go(engine: Engine, memories: Memories) ->
         (["--no-such"], "unrecognized arguments: --no-such"),
         (["--max-num-seqs", "x"], "invalid int value"),
         (["--additional-config", "{"], "must be a JSON object"),
-        (["--config", "/no/such.yaml"], "cannot take what stands behind --vllm"),
-        (["--model", "other"], "--model is no argument behind --vllm"),
-        (["other"], "--model is no argument behind --vllm"),
-        (["--port", "3"], "--port is no argument behind --vllm"),
+        (["--config", "/no/such.yaml"], "cannot use the arguments after --vllm"),
+        (["--model", "other"], "--model is an argument of inplace-ttt serve itself"),
+        (["other"], "--model is an argument of inplace-ttt serve itself"),
+        (["--port", "3"], "--port is an argument of inplace-ttt serve itself"),
     ],
 )
 def test_arguments_of_vllm(
@@ -261,7 +261,7 @@ def test_what_ends_vllm_is_one_sentence(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(server.uvloop, "run", fail)
     with pytest.raises(
         InPlaceTTTError,
-        match="vLLM ended with an error: Engine core initialization failed; what it said is above",
+        match="vLLM ended with an error: Engine core initialization failed; its output is above",
     ):
         server.serve("model", "127.0.0.1", 1, [], {"folder": str(tmp_path)}, [])
 
