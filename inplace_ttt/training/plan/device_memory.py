@@ -221,7 +221,7 @@ def _shared_rows(recipe: Recipe, model: ModelSize, one_layer: bool) -> int:
 
 
 def communication(recipe: Recipe, model: ModelSize) -> dict[str, int]:
-    """Returns the bytes that one device sends per optimizer step. Ring algorithms send P - 1 of every P parts."""
+    """Returns the bytes that one device sends per optimizer step. Rings send P - 1 of every P parts."""
     o, ranks, shared = recipe.training, recipe.parallel.world, recipe.parallel.sequence_parallel_size
     stage, size = recipe.zero_stage, 4 if recipe.model.dtype == "float32" else 2
     forwards = 2 if o.gradient_checkpointing else 1

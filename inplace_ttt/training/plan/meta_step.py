@@ -168,7 +168,7 @@ AttentionInterface.register(_NAMES["sdpa"], _sdpa)
 
 
 def _experts(experts: Any, hidden: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
-    """Returns the outputs of k experts per token [N, d], all with one expert's weights, since only sizes count."""
+    """Returns the outputs of k experts per token [N, d]. One expert's weights suffice to count sizes."""
 
     def product(rows: Tensor, weights: Tensor) -> Tensor:
         return rows @ (weights[0] if experts.is_transposed else weights[0].T)
