@@ -244,7 +244,7 @@ class TestHeldOut:
         if not streaming:
             assert found.report.repeated == 2
             assert any(
-                "2 training documents stand in validation too" in warning for warning in found.report.warnings
+                "2 training documents are in validation too" in warning for warning in found.report.warnings
             )
 
     def test_a_later_epoch_of_a_stream_keeps_out_of_validation(self, build: Any, folder: Path) -> None:
@@ -372,7 +372,7 @@ class TestReport:
     def test_warns_when_little_trains_the_writer(self, build: Any, folder: Path) -> None:
         assert build(folder).report.warnings == []
         (warning,) = build(folder, sequence_length=64, chunk_size=62).report.warnings
-        assert "only 17% of the tokens stand in pieces longer than one chunk of 62" in warning
+        assert "only 17% of the tokens are in pieces longer than one chunk of 62" in warning
         (warning,) = build(folder, sequence_length=256).report.warnings
         assert "29% of the rows is padding" in warning
 
@@ -411,7 +411,7 @@ class TestSequenceParallel:
 
 def test_a_cache_that_cannot_be_written_is_named(build: Any, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(InPlaceTTTError, match=r"cannot keep the tokenised data in .*file.*set data\.cache"):
+    with pytest.raises(InPlaceTTTError, match=r"cannot keep the tokenized data in .*file.*set data\.cache"):
         build(folder, cache=str(tmp_path / "file"))
 
 

@@ -22,8 +22,8 @@ ZERO = {"zero_optimization": {"stage": 2}}
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"optimizer": {"type": "AdamW"}}, "optimizer would replace what the recipe says under training"),
-        ({"scheduler": {"type": "WarmupLR"}}, "scheduler would replace what the recipe says under training"),
+        ({"optimizer": {"type": "AdamW"}}, "optimizer would replace the recipe's settings under training"),
+        ({"scheduler": {"type": "WarmupLR"}}, "scheduler would replace the recipe's settings under training"),
         (
             {"gradient_clipping": 7},
             "gradient_clipping is 7, and training.max_grad_norm makes it 1.0; leave it out",
@@ -34,7 +34,7 @@ ZERO = {"zero_optimization": {"stage": 2}}
         ),
         (
             {"train_batch_size": True},
-            "train_batch_size is True, and batch_size x accumulation x processes makes it 1",
+            "train_batch_size is True, and batch_size x gradient_accumulation_steps x processes makes it 1",
         ),
         ({"fp16": {"enabled": True}}, "fp16.enabled is True, and model.dtype makes it False"),
         ({"bf16": {"enabled": True}}, "bf16.enabled is True, and model.dtype makes it False"),

@@ -107,5 +107,5 @@ def test_sources_that_cannot_have_their_share_are_refused(
             build(
                 [sources[0], tmp_path / "none.jsonl"], weights=[1, 1], streaming=streaming, chunk_size=CHUNK
             )
-    with pytest.raises(InPlaceTTTError, match=r"data\.weights make .* tokens of the 363 there are"):
+    with pytest.raises(InPlaceTTTError, match=r"data\.weights make a pass of .* tokens out of 363"):
         build(sources, weights=[1e-6, 1])

@@ -79,7 +79,7 @@ def test_attention_counts_the_window(tmp_path: Path) -> None:
     ("overrides", "sentence"),
     [
         (["ttt.chunk_size=64"], "A chunk of 64 tokens is no shorter than a row of 64: no write is ever read"),
-        (["ttt.chunk_size=40"], "at most one write a row is ever read; lower ttt.chunk_size"),
+        (["ttt.chunk_size=40"], "at most one write per row is ever read; lower ttt.chunk_size"),
         (["ttt.eta=0"], "eta is 0: nothing is written, and conv and P learn nothing; set ttt.eta above 0."),
         (["ttt.eta=[0, 1.0]"], "eta is 0 in layers [0]: they write nothing."),
         (["data.sequence_length=1024"], "Rows of 1024 tokens are longer than the model's context of 512"),
@@ -138,7 +138,7 @@ def test_what_will_not_train(overrides: list[str], sentence: str, tmp_path: Path
                 "data": {"train": "x", "sequence_length": 512},
                 "training": {"steps": 1, "gradient_checkpointing": True, "liger": True, "batch_size": 8},
             },
-            "lower training.batch_size and raise accumulation",
+            "lower training.batch_size and raise training.gradient_accumulation_steps",
         ),
         (
             {
@@ -158,7 +158,7 @@ def test_what_will_not_train(overrides: list[str], sentence: str, tmp_path: Path
         ),
         (
             {"deepspeed": 0, "data": {"train": "x", "sequence_length": 40}},
-            "offload the optimiser to the host, or use more devices",
+            "offload the optimizer to the host, or use more devices",
         ),
     ],
     ids=["logits", "checkpointing", "batch", "length", "buckets", "stage", "offload"],

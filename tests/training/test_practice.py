@@ -133,7 +133,7 @@ def test_rows_without_room_for_facts_are_refused() -> None:
     data = Data(train=["a"], synthetic_facts=SyntheticFacts(1.0, 16, 256), sequence_length=512)
     with pytest.raises(
         InPlaceTTTError,
-        match=r"data.synthetic_facts: 16 statements, told twice, and a min_gap of 256 take about [\d,]+ "
+        match=r"data.synthetic_facts: 16 statements, stated twice, and a min_gap of 256 take about [\d,]+ "
         r"tokens, and rows have 512",
     ):
         with_practice([], data, encode)
@@ -248,7 +248,9 @@ def test_what_attention_sees_anyway_is_said() -> None:
     )
     assert seen_anyway(both, 25) == [] and seen_anyway(Data(train=["a"]), math.inf) == []
     (one,) = seen_anyway(both, 26)
-    assert one.startswith("data.repeated_passages comes again after 25 tokens, and attention sees 26 of them")
+    assert one.startswith(
+        "data.repeated_passages repeats text after 25 tokens, and attention sees 26 of them"
+    )
     assert [warning.split()[0] for warning in seen_anyway(both, math.inf)] == [
         "data.repeated_passages",
         "data.synthetic_facts",

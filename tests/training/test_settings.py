@@ -256,7 +256,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(InPlaceTTTError, match="is not UTF-8 text"):
         load_recipe(tmp_path / "binary.yaml")
     (tmp_path / "broken.json").write_text("{")
-    assert "is no JSON" in refused(tmp_path, RECIPE + "deepspeed: broken.json\n")
+    assert "is not JSON" in refused(tmp_path, RECIPE + "deepspeed: broken.json\n")
 
 
 @pytest.mark.parametrize("spelled", ["1e-5", "1.0e-5", "1E-05", "0.00001", "+1e-5"])
@@ -346,7 +346,7 @@ def test_wrong_overrides(override: str, message: str, tmp_path: Path) -> None:
         ("targets: []", "lora.targets: must name modules"),
         ("targets: ['']", "lora.targets: must name modules"),
         ("targets: ''", "lora.targets: must name modules"),
-        ("targets: '['", "lora.targets: '[' is no regular expression: unterminated character set"),
+        ("targets: '['", "lora.targets: '[' is not a regular expression: unterminated character set"),
     ],
 )
 def test_settings_that_cannot_be_or_have_no_effect(override: str, message: str, tmp_path: Path) -> None:

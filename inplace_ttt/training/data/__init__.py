@@ -1,1 +1,1 @@
-"""From documents to rows of tokens."""
+"""Turns documents into rows of tokens."""

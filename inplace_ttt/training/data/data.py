@@ -1,4 +1,4 @@
-"""From a recipe's documents to rows: tokenised once, split by document, packed."""
+"""Builds the rows of a run from a recipe's documents: tokenize once, hold out documents, pack."""
 
 from __future__ import annotations
 
@@ -32,23 +32,30 @@ if TYPE_CHECKING:
     from datasets import Dataset, Features
 
 SAMPLED_ROWS = 16
-"""Rows of a stream that its report counts."""
+"""Number of a stream's first rows that its report counts."""
 _FORMAT = 3
-"""Part of every cache key; raise it when the same input gives other tokens or rows."""
+"""Part of every cache key. Raise it when the same input gives other tokens or rows."""
 _BATCH = 32
-"""Documents, or rows, handled at a time: one may have a million tokens."""
+"""Documents, or rows, per batch. It is small because one document may have a million tokens."""
 _BYTES_A_PROCESS = 32_000_000
-"""Of a source, that make another process worth its start."""
+"""Bytes of a source that justify one more process."""
 
 
 @dataclass(frozen=True)
 class TrainingData:
-    """train and validation: rows with input_ids, position_ids and labels, each a list of `sequence_length`
-    integers.
+    """The rows of a run and the documents behind them.
 
-    train is a stream where the recipe says so; its rows come in the same order every time. documents: those
-    that `train` is made of, in their order, as token ids; each starts on a multiple of `align` tokens of its
-    row, and one that begins with `begins` does so in each row that it reaches.
+    A row holds `input_ids`, `position_ids` and `labels`, each a list of `sequence_length` integers.
+
+    Attributes:
+        train: rows to train on. With `data.streaming` they are a stream, which yields the same order each
+            time.
+        validation: held-out rows; None if nothing is held out.
+        report: counts and warnings about the data.
+        documents: returns an iterator over the token ids of the training documents, in the order of packing.
+        align: each document starts on a multiple of this many tokens in its row.
+        begins: token ids of the special tokens that begin every text. Each piece of a document that begins
+            with them begins with them too.
     """
 
     train: Dataset | RowStream
@@ -60,11 +67,19 @@ class TrainingData:
 
 
 def build_data(recipe: Recipe, tokenizer: Any, chunk_size: int) -> TrainingData:
-    """The rows of a run. `tokenizer` is unused with `data.recall`. Raises InPlaceTTTError for data that
-    cannot train.
+    """Returns the rows of a run.
 
-    Every process of a run calls it: of those that see one cache, one tokenises and packs while the others
-    wait at its lock, however long it takes, and then read the cache.
+    Every process of a run calls it. Among the processes that share a cache, one tokenizes and packs. The
+    others wait at its lock without a time limit, and then read the cache.
+
+    Args:
+        recipe: the run's recipe.
+        tokenizer: the model's tokenizer; unused with `data.recall`.
+        chunk_size: tokens per chunk.
+
+    Raises:
+        InPlaceTTTError: if the data cannot be read, cannot train conv and P, or does not fit the ranks that
+            share rows.
     """
     data = recipe.data
     check_sharing(recipe, chunk_size)
@@ -95,7 +110,7 @@ def _recall(job: _Job) -> TrainingData:
 
 @dataclass(frozen=True)
 class _Job:
-    """What every step of building needs."""
+    """The inputs of every step of building the data."""
 
     recipe: Recipe
     tokenizer: Any
@@ -116,7 +131,7 @@ class _Job:
 
     @functools.cached_property
     def tokenizer_key(self) -> str:
-        """Differs for tokenizers that read a text differently."""
+        """A key that differs between tokenizers that read a text differently."""
         t = self.tokenizer
         backend = getattr(t, "backend_tokenizer", None)
         inner: Any = sorted(t.get_vocab().items())
@@ -137,7 +152,7 @@ class _Job:
 
 
 def _cached(job: _Job) -> TrainingData:
-    """Tokens and rows as files in the cache, read from there while training."""
+    """Writes tokens and rows to files in the cache, from which training reads them."""
     import datasets
     from filelock import FileLock
 
@@ -153,7 +168,7 @@ def _cached(job: _Job) -> TrainingData:
         if not isinstance(cause := root_cause(error), OSError):
             raise
         raise InPlaceTTTError(
-            f"cannot keep the tokenised data in {cache}: {cause.strerror or cause}; set data.cache."
+            f"cannot keep the tokenized data in {cache}: {cause.strerror or cause}; set data.cache."
         ) from None
 
 
@@ -219,7 +234,7 @@ def _sources(data: Data, role: str) -> list[Source]:
 
 
 def _order(documents: Dataset, shuffle: bool, seed: int) -> tuple[np.ndarray, int]:
-    """The documents that are not empty, in the order of packing, and how many are."""
+    """Returns the numbers of the nonempty documents in the order of packing, and the count of empty ones."""
     import numpy as np
 
     (filled,) = np.nonzero(np.fromiter(_column(documents, "length"), np.int64))
@@ -228,12 +243,12 @@ def _order(documents: Dataset, shuffle: bool, seed: int) -> tuple[np.ndarray, in
 
 
 def _hold_out(order: np.ndarray, wanted: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """`wanted` documents chosen by the seed, and the rest in its order."""
+    """Returns the numbers of `wanted` documents, drawn with the seed, and the others in their order."""
     import numpy as np
 
     if 0 < len(order) <= wanted:
         raise InPlaceTTTError(
-            f"data.validation_documents holds {wanted} documents out of {len(order)}, which leaves none to "
+            f"data.validation_documents holds out {wanted} of {len(order)} documents, which leaves none to "
             "train on; lower it."
         )
     held = np.sort(np.random.default_rng([seed, 1]).permutation(np.sort(order))[:wanted])
@@ -241,7 +256,7 @@ def _hold_out(order: np.ndarray, wanted: int, seed: int) -> tuple[np.ndarray, np
 
 
 def _tokenised(job: _Job, source: Source, cache: Path) -> Dataset:
-    """Its documents as input_ids, length and digest; from the cache where they were tokenised before."""
+    """Returns the documents as input_ids, length, lead and digest; from the cache if it holds them."""
     data = job.recipe.data
     records, column = open_source(source, data.reading, streaming=False)
     key = _key(_FORMAT, records._fingerprint, column, job.tokenizer_key)
@@ -256,13 +271,20 @@ def _tokenised(job: _Job, source: Source, cache: Path) -> Dataset:
         num_proc=min(processes, len(records)) if processes > 1 else None,
         new_fingerprint=key,
         cache_file_name=str(cache / f"inplace-ttt-tokens-{key}.arrow"),
-        desc=f"Tokenising {source.name}",
+        desc=f"Tokenizing {source.name}",
     )
 
 
 def _rows(job: _Job, documents: Dataset, order: np.ndarray, sizes: np.ndarray, cache: Path) -> Dataset:
-    """The packed rows of `documents` in that order, as a file in the cache; `sizes` are theirs in that
-    order."""
+    """Returns the packed rows of `documents`, as a file in the cache.
+
+    Args:
+        job: the inputs of building.
+        documents: tokenized documents.
+        order: int64 [n], numbers of the documents to pack.
+        sizes: int64 [n, 2], length and lead of these documents, in this order.
+        cache: folder of the file.
+    """
     import numpy as np
     from datasets import Dataset
 
@@ -309,12 +331,20 @@ def _pack_rows(
     align: int,
     begins: Sequence[int],
 ) -> dict[str, np.ndarray]:
-    """Rows [batch, length], one after another, each of documents first:stop, from token `start` of the first
-    on."""
+    """Returns the packed rows [batch, length] of a batch of a plan.
+
+    Args:
+        plan: for each row the documents `first:stop` that it holds. It begins at token `start` of the first.
+        documents: token ids of all documents, in the order of packing.
+        length: tokens per row.
+        pad_token: id that fills up a row.
+        align: documents start on multiples of this many tokens.
+        begins: special tokens that begin every text.
+    """
     import numpy as np
 
     rows, before = [], plan["first"][0]
-    held = documents[before : plan["stop"][-1]][TOKENS]  # once each: a book may go through all of the rows
+    held = documents[before : plan["stop"][-1]][TOKENS]  # one read for all rows: a book may span them
     for first, start, stop in zip(plan["first"], plan["start"], plan["stop"], strict=True):
         rows.append(
             next(pack(held[first - before : stop - before], length, pad_token, align, begins, used=start))
@@ -323,7 +353,7 @@ def _pack_rows(
 
 
 def _streamed(job: _Job) -> TrainingData:
-    """Rows made while training; only validation is made beforehand."""
+    """Makes the rows while training; only validation is made beforehand."""
     from datasets import Dataset
 
     data, length = job.recipe.data, job.recipe.data.sequence_length
@@ -375,7 +405,7 @@ def _streamed(job: _Job) -> TrainingData:
 def _mixture(
     sources: Sequence[Source], data: Data, lengths: Iterable[int], of_source: Iterable[int]
 ) -> list[dict[str, Any]]:
-    """What the report says of each source, from documents' lengths and the numbers of their sources."""
+    """Returns the report's entry of each source, from the documents' lengths and source numbers."""
     import numpy as np
 
     sizes, numbers = np.fromiter(lengths, np.int64), np.fromiter(of_source, np.int64)
@@ -384,13 +414,13 @@ def _mixture(
 
 
 def _held_out_sizes(sizes: list[Size], job: _Job) -> dict[str, int] | None:
-    """What the report says of validation."""
+    """Returns the report's counts of validation; None if nothing is held out."""
     counts = count(sizes, job.recipe.data.sequence_length, job.chunk_size, job.align)
     return {"documents": len(sizes), "tokens": counts.tokens, "rows": counts.rows} if sizes else None
 
 
 def _unbegun(leads: Iterable[int], job: _Job) -> int:
-    """Of documents with these leads, those that lack one where every text has one."""
+    """Returns the number of documents that lack the special tokens that begin every text."""
     return sum(lead == 0 for lead in leads) if job.begins else 0
 
 
@@ -399,14 +429,14 @@ def _size(document: Mapping[str, Any]) -> Size:
 
 
 def _sizes_of(documents: Dataset) -> np.ndarray:
-    """Of each document its length and its lead: int64 [documents, 2]."""
+    """Returns length and lead of each document, int64 [documents, 2]."""
     import numpy as np
 
     return np.stack([np.fromiter(_column(documents, name), np.int64) for name in ("length", "lead")], axis=1)
 
 
 def _column(documents: Dataset, name: str) -> Iterator[Any]:
-    """The values of a column, a few thousand at a time."""
+    """Yields the values of a column, and loads a few thousand at a time."""
     for batch in documents.select_columns([name]).iter(batch_size=4096):
         yield from batch[name]
 

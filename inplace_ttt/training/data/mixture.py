@@ -1,5 +1,4 @@
-"""How documents of several sources come together: which source gives the next one, and what each has given in
-the end."""
+"""Mixes the documents of several sources by weight, and reports each source's share."""
 
 from __future__ import annotations
 
@@ -14,24 +13,39 @@ if TYPE_CHECKING:
     import numpy as np
 
 _MOST_REPEATED = 100
-"""Times that a mixture may be as large as its sources."""
+"""Largest ratio of a mixture's tokens to those of its sources."""
 
 
 def furthest_behind(tokens: Sequence[int], weights: Sequence[float]) -> int:
-    """The source that gave least of its share; the first of equals."""
+    """Returns the number of the source that gave the smallest part of its share; the first of equals.
+
+    Args:
+        tokens: tokens that each source gave so far.
+        weights: weight of each source.
+    """
     return min(range(len(weights)), key=lambda source: tokens[source] / weights[source])
 
 
 def mixed(
     orders: Sequence[np.ndarray], lengths: np.ndarray, weights: Sequence[float], seed: int | None
 ) -> np.ndarray:
-    """One pass: documents of every source, by number, in an order in which each has its weight's share of the
-    tokens at any time.
+    """Returns the documents of one pass, mixed so that each source has its weight's share of the tokens.
 
-    orders: the documents of each source, in the order of its first time. lengths: of all documents. A pass
-        ends when every source
-    was read; what ends sooner starts again, shuffled anew by `seed` unless that is None. Raises
-    InPlaceTTTError where a source has no document, or others would be read a hundred times for it.
+    The shares hold at any time, up to one document. A pass ends when every source was read once. A source
+    that ends sooner starts again.
+
+    Args:
+        orders: int64 numbers of each source's documents, in the order of its first pass.
+        lengths: int64, tokens of all documents.
+        weights: weight of each source.
+        seed: shuffles a source anew each time it starts again. None keeps its order.
+
+    Returns:
+        Document numbers in order, int64. A number may occur several times.
+
+    Raises:
+        InPlaceTTTError: if a source lacks documents, or the mixture has more than a hundred times the
+            tokens of its sources.
     """
     import numpy as np
 
@@ -44,8 +58,8 @@ def mixed(
     needed = max(total / weight for total, weight in zip(totals, weights, strict=True)) * sum(weights)
     if needed > _MOST_REPEATED * sum(totals):
         raise InPlaceTTTError(
-            f"data.weights make {needed:.3g} tokens of the {sum(totals)} there are, until every document "
-            "was read once; bring them "
+            f"data.weights make a pass of {needed:.3g} tokens out of {sum(totals)}, because it ends when "
+            "every document was read; bring them "
             f"nearer to the sizes of their sources ({', '.join(map(str, totals))} tokens)."
         )
     sizes = lengths.tolist()
@@ -71,7 +85,7 @@ def mixed(
 
 @dataclass(frozen=True)
 class Given:
-    """What a source gave: documents, and tokens."""
+    """Counts of the documents and tokens that a source gave."""
 
     documents: int
     tokens: int
@@ -80,8 +94,17 @@ class Given:
 def describe(
     sources: Sequence[Source], weights: Sequence[float], given: Sequence[Given]
 ) -> list[dict[str, Any]]:
-    """Plain values for the report: of each source its documents, tokens and share of all tokens; and the
-    share that was asked for."""
+    """Returns plain values for the report, one table per source.
+
+    Args:
+        sources: the training sources.
+        weights: their weights, or none.
+        given: counts of each source.
+
+    Returns:
+        Name, documents, tokens, `share` of all tokens, and the share set by `weights` (`weight`, None
+        without weights).
+    """
     total, asked = sum(g.tokens for g in given), sum(weights)
     return [
         {

@@ -1,11 +1,13 @@
-"""Documents laid one after another into rows of fixed length, their boundaries kept. Pure: token ids in,
-token ids out.
+"""Packs documents, one after another, into rows of fixed length, and keeps their boundaries.
 
-Every piece of a document that lands in a row is a document of its own there: its positions start at 0 and its
-first label is -100, so that nothing is predicted across a border. Where a document begins with special tokens
-(a BOS), each of its pieces does: a model that was trained with them reads much worse without, and writes
-would learn to make up for it. What is left of a row is a document too, of padding that is never predicted;
-attention and fast weight keep it apart as they keep any two documents apart.
+The input and the output are token ids. Each piece of a document in a row is treated as a document of its own.
+Its positions start at 0 and its first label is -100, so that nothing is predicted across a border.
+
+If a document begins with special tokens (a BOS), so does each of its pieces. A model that was trained with
+these tokens reads much worse without them, and the writes would learn to compensate.
+
+The rest of a row is a document of padding, which is never predicted. Attention and fast weights separate it
+from the others as they separate any two documents.
 """
 
 from __future__ import annotations
@@ -22,8 +24,15 @@ if TYPE_CHECKING:
 
 
 class Piece(NamedTuple):
-    """Tokens start:stop of document number `document`, behind its first `lead` ones, which stand at `at` in
-    their row."""
+    """A piece of a document in a row: the document's first `lead` tokens, then its tokens start:stop.
+
+    Attributes:
+        document: number of the document.
+        start: first token of the piece.
+        stop: token after the last one of the piece.
+        at: position of the piece in its row.
+        lead: number of the document's first tokens that are repeated before the piece.
+    """
 
     document: int
     start: int
@@ -37,18 +46,22 @@ class Piece(NamedTuple):
 
 
 class Size(NamedTuple):
-    """Of a document: its tokens, and how many of the first are special ones that begin every text."""
+    """The number of a document's tokens, and of the special tokens that begin it (`lead`)."""
 
     length: int
     lead: int = 0
 
 
 def lay_out(sizes: Iterable[Size], row_length: int, align: int = 1, used: int = 0) -> Iterator[list[Piece]]:
-    """The pieces of each row. Documents start on multiples of `align`, which divides row_length; empty ones
-    are left out.
+    """Yields the pieces of each row. Empty documents are left out.
 
-    used: tokens of the first document that stand in earlier rows. Takes the next size only when the row has
-        room for it.
+    The next size is taken only when the row has room for it.
+
+    Args:
+        sizes: size of each document.
+        row_length: tokens per row.
+        align: documents start on multiples of this many tokens. It divides `row_length`.
+        used: number of the first document's tokens that are in earlier rows.
     """
     assert row_length % align == 0
     row: list[Piece] = []
@@ -69,7 +82,7 @@ def lay_out(sizes: Iterable[Size], row_length: int, align: int = 1, used: int = 
 
 
 def lead_of(tokens: Sequence[int], begins: Sequence[int]) -> int:
-    """How many of a document's first tokens are the special ones that begin every text."""
+    """Returns the number of special tokens at the start of a document: all of `begins`, or 0."""
     return len(begins) if list(tokens[: len(begins)]) == list(begins) else 0
 
 
@@ -81,12 +94,19 @@ def pack(
     begins: Sequence[int] = (),
     used: int = 0,
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Rows of input_ids, position_ids and labels, int32 [row_length] each; holds no more documents than one
-    row has.
+    """Yields packed rows. It holds only the documents of one row at a time.
 
-    begins: special tokens that begin every text, as `begins_of` has them. used: tokens of the first document
-        in earlier rows. Labels
-    are not shifted: transformers shifts them.
+    Args:
+        documents: token ids of each document.
+        row_length: tokens per row.
+        pad_token: id that fills up a row.
+        align: documents start on multiples of this many tokens.
+        begins: special tokens that begin every text, as `begins_of` returns them.
+        used: number of the first document's tokens that are in earlier rows.
+
+    Yields:
+        `input_ids`, `position_ids` and `labels`, int32 [row_length] each. The labels are not shifted,
+        because transformers shifts them.
     """
     return (row for _, row in pack_pieces(documents, row_length, pad_token, align, begins, used))
 
@@ -99,7 +119,10 @@ def pack_pieces(
     begins: Sequence[int] = (),
     used: int = 0,
 ) -> Iterator[tuple[list[Piece], dict[str, np.ndarray]]]:
-    """The same rows, each with what stands in it. When a row comes, no document beyond its last was taken."""
+    """Yields the same rows as `pack`, each with its pieces.
+
+    When it yields a row, it has taken no document beyond the last one of that row.
+    """
     held: dict[int, Sequence[int]] = {}
 
     def sizes() -> Iterator[Size]:
@@ -116,8 +139,7 @@ def pack_pieces(
 def _fill(
     row: list[Piece], documents: dict[int, Sequence[int]], row_length: int, pad_token: int, align: int
 ) -> dict[str, np.ndarray]:
-    """One row. Padding restarts on the grid of `align`, so that a chunk of padding crosses no border of the
-    grid either."""
+    """Returns one row. Padding starts anew at the next multiple of `align`, so that its chunks align too."""
     import numpy as np
 
     ids = np.full(row_length, pad_token, dtype=np.int32)
@@ -141,11 +163,15 @@ def _fill(
 
 @dataclass
 class PackingCounts:
-    """What packing makes of documents of given lengths, for chunks of `chunk_size` tokens.
+    """Counts over packed rows, for chunks of `chunk_size` tokens.
 
-    long_tokens: those in pieces longer than one chunk, which alone train the target generator.
-    writes: chunks whose delta a later token of the same piece reads. chunks: pieces by their number of
-        chunks.
+    Attributes:
+        chunk_size: tokens per chunk.
+        rows: number of rows.
+        tokens: tokens of documents, without padding.
+        long_tokens: tokens in pieces longer than one chunk. Only these train the target generator.
+        writes: chunks whose write is read by a later token of the same piece.
+        chunks: number of pieces per number of chunks.
     """
 
     chunk_size: int
@@ -170,7 +196,7 @@ class PackingCounts:
 
     @property
     def median_chunks(self) -> int:
-        """The lower median of chunks a piece."""
+        """The lower median of the chunks per piece."""
         seen = 0
         for count in sorted(self.chunks):
             seen += self.chunks[count]
@@ -180,7 +206,7 @@ class PackingCounts:
 
 
 def count(sizes: Iterable[Size], row_length: int, chunk_size: int, align: int = 1) -> PackingCounts:
-    """The counts of `pack` over documents of these sizes, without their tokens."""
+    """Returns the counts of `pack` over documents of these sizes. It needs no tokens."""
     counts = PackingCounts(chunk_size)
     for row in lay_out(sizes, row_length, align):
         counts.add(row)

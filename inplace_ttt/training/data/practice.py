@@ -1,5 +1,4 @@
-"""Training rows that practise recall beyond the attention window: a passage comes again, or facts are told
-and said again."""
+"""Data augmentation that trains recall beyond the attention window: repeated passages and synthetic facts."""
 
 from __future__ import annotations
 
@@ -24,11 +23,18 @@ from .told_facts import require_room, tell_facts
 
 
 def with_practice(rows: Any, data: Data, encode: Encode, begins: Sequence[int] = ()) -> Any:
-    """A dataset of rows (stored or streamed), changed as they are read. Row by row a function of its tokens
-    and the data's seed.
+    """Returns the dataset with its rows augmented as they are read.
 
-    begins: special tokens that begin every text, which stay where they are. Raises InPlaceTTTError where no
-        row has room for the facts.
+    The change of a row depends only on its tokens and the data's seed.
+
+    Args:
+        rows: rows to train on, a stored dataset or a `RowStream`.
+        data: the recipe's data section.
+        encode: returns the token ids of a text inside another.
+        begins: special tokens that begin every text. They stay in place.
+
+    Raises:
+        InPlaceTTTError: if a row is too short for the facts.
     """
     if data.repeated_passages is None and data.synthetic_facts is None:
         return rows
@@ -44,8 +50,12 @@ def with_practice(rows: Any, data: Data, encode: Encode, begins: Sequence[int] =
 
 
 def seen_anyway(data: Data, reach: float) -> list[str]:
-    """A warning for each kind of practice whose second time attention, which sees `reach` tokens back, can
-    read off the first."""
+    """Returns a warning for each augmentation whose first copy attention can still see from the second.
+
+    Args:
+        data: the recipe's data section.
+        reach: number of tokens that attention sees back; may be infinite.
+    """
     after = {}
     if data.repeated_passages is not None:
         after["repeated_passages"] = data.repeated_passages.length + data.repeated_passages.gap
@@ -53,19 +63,24 @@ def seen_anyway(data: Data, reach: float) -> list[str]:
         after["synthetic_facts"] = data.synthetic_facts.min_gap
     seen = f"{reach:,}" if math.isfinite(reach) else "all"
     return [
-        f"data.{name} comes again after {tokens:,} tokens, and attention sees {seen} of them: what such "
-        "rows train may be attention, "
-        "not fast weights; set model.window to no more than that"
+        f"data.{name} repeats text after {tokens:,} tokens, and attention sees {seen} of them: such rows "
+        "may train attention, "
+        "not fast weights; set model.window to at most that distance"
         for name, tokens in after.items()
         if reach > tokens
     ]
 
 
 def practise(row: Row, data: Data, encode: Encode, begins: Sequence[int] = ()) -> Row:
-    """The row itself, or one whose longest document tells facts or has a passage twice; input_ids,
-    position_ids and labels are lists.
+    """Returns the row, or a copy whose longest document states facts twice or repeats a passage.
 
-    Padding, which has no label, is no document.
+    Padding lacks labels, and therefore never counts as a document.
+
+    Args:
+        row: `input_ids`, `position_ids` and `labels` as lists of integers.
+        data: the recipe's data section.
+        encode: returns the token ids of a text inside another.
+        begins: special tokens that begin every text. They stay in place.
     """
     generator = random.Random(data.seed ^ crc32(torch.tensor(row["input_ids"]).numpy().tobytes()))
     layout = ChunkLayout.from_position_ids(torch.tensor([row["position_ids"]]), len(row["input_ids"]))

@@ -1,4 +1,4 @@
-"""Training rows in which a passage comes again beyond the attention window."""
+"""Repeats a passage in a training row, beyond the attention window."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ from .streams import Row
 
 
 def repeat_passage(row: Row, document: slice, settings: RepeatedPassages, generator: random.Random) -> Row:
-    """The row with a passage twice in its document at that place; the row itself where that is too short."""
+    """Returns the row with a passage repeated in one document; the row itself if the document is too short.
+
+    Args:
+        row: `input_ids`, `position_ids` and `labels` as lists of integers.
+        document: position of the document in the row.
+        settings: length of the passage and of the gap, in tokens.
+        generator: draws the place of the passage.
+    """
     passage, ids, labels = (
         Passage(settings.length, settings.gap),
         torch.tensor(row["input_ids"]),

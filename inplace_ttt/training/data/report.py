@@ -1,4 +1,4 @@
-"""What a run reads, in numbers; and the refusal of data that could not train conv and P."""
+"""Counts the data of a run, and refuses data that cannot train conv and P."""
 
 from __future__ import annotations
 
@@ -18,16 +18,30 @@ MUCH_PADDING = 0.25
 
 @dataclass(frozen=True)
 class DataReport:
-    """What a run reads. Everything but `validation` is about the rows it trains on.
+    """Counts of a run's data. All but `validation` are about the rows to train on.
 
-    long_tokens: tokens in pieces longer than one chunk; only these train the target generator. long_share: of
-        all tokens.
-    writes: chunks whose delta a later token of the same piece reads. chunks_per_piece: min, median, max.
-    padding: tokens of padding. sha256: of the token ids, documents in the order of their sources.
-    repeated: training documents left out because they stand in validation. sampled: the counts are those of a
-        stream's start.
-    mixture: of each source of training its documents, tokens, share of the tokens, and the share that
-        data.weights ask for.
+    Attributes:
+        documents: number of documents.
+        empty_documents: number of empty documents, which are left out.
+        repeated: number of training documents that are left out because validation holds them too.
+        tokens: tokens of documents, without padding.
+        rows: number of packed rows.
+        sequence_length: tokens per row.
+        chunk_size: tokens per chunk.
+        padding: tokens of padding.
+        padding_share: padding as a fraction of all tokens in the rows.
+        pieces: number of pieces of documents in rows.
+        long_tokens: tokens in pieces longer than one chunk. Only these train the target generator.
+        long_share: `long_tokens` as a fraction of `tokens`.
+        writes: chunks whose write is read by a later token of the same piece.
+        chunks_per_piece: minimum, median and maximum.
+        sha256: hash of the token ids, with the documents in the order of their sources.
+        sources: the sources of training and validation.
+        mixture: for each training source its documents, tokens, share of the tokens, and the share that
+            `data.weights` set.
+        validation: documents, tokens and rows of validation; None if nothing is held out.
+        sampled: True if the counts cover only the start of a stream.
+        warnings: one sentence per problem.
     """
 
     documents: int
@@ -52,14 +66,13 @@ class DataReport:
     warnings: list[str]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Returns plain JSON values."""
         return dataclasses.asdict(self)
 
 
 @dataclass(frozen=True)
 class Tally:
-    """Counts of documents that packing does not see. unbegun: without the special tokens that begin every
-    text."""
+    """Counts of documents before packing. `unbegun` ones lack the special tokens that begin every text."""
 
     documents: int
     empty: int = 0
@@ -77,7 +90,19 @@ def make_report(
     sources: Sequence[Source],
     validation: dict[str, int] | None,
 ) -> DataReport:
-    """The report; raises where there is nothing that could train the target generator (conv and P)."""
+    """Returns the report.
+
+    Args:
+        recipe: the run's recipe.
+        counts: counts of the packed rows.
+        tally: counts of the documents.
+        sources: the sources of training and validation.
+        validation: documents, tokens and rows of validation; None if nothing is held out.
+
+    Raises:
+        InPlaceTTTError: if the rows hold no tokens, or no piece longer than one chunk. Then nothing trains
+            conv and P.
+    """
     length, chunk = recipe.data.sequence_length, counts.chunk_size
     where = ", ".join(source.name for source in sources) or "the recall task"
     if not counts.tokens:
@@ -98,7 +123,7 @@ def make_report(
     warnings = []
     if long_share < FEW_LONG:
         warnings.append(
-            f"only {long_share:.0%} of the tokens stand in pieces longer than one chunk of {chunk}; the "
+            f"only {long_share:.0%} of the tokens are in pieces longer than one chunk of {chunk}; the "
             "others do not train "
             "conv and P: lower chunk_size or use longer documents"
         )
@@ -114,13 +139,13 @@ def make_report(
         )
     if tally.repeated:
         warnings.append(
-            f"{tally.repeated} training documents stand in validation too and were left out of training"
+            f"{tally.repeated} training documents are in validation too and were left out of training"
         )
     if tally.unbegun:
         warnings.append(
             f"{tally.unbegun} of {tally.documents} documents do not begin with the special tokens that the "
             "tokenizer puts before every "
-            "text: a model that was trained with them reads much worse without; put them before each"
+            "text: a model that was trained with them reads much worse without them; add them to each"
         )
     if tally.empty:
         warnings.append(f"{tally.empty} documents are empty")

@@ -1,5 +1,4 @@
-"""The order in which a run meets its rows, fixed by the recipe, so that a resumed run goes on exactly where
-it stopped."""
+"""Fixes the order of a run's rows by its recipe, so that a resumed run continues exactly where it stopped."""
 
 from __future__ import annotations
 
@@ -15,11 +14,19 @@ _POSITION = "rows.json"
 
 
 def rows_to_come(train: Any, recipe: Recipe, steps_done: int = 0, checkpoint: Path | None = None) -> Any:
-    """The rows of the steps after `steps_done`, in order: a datasets.Dataset (each epoch shuffled anew) or
-    RowStream.
+    """Returns the rows of the steps after `steps_done`, in order.
 
-    checkpoint: where `save_position` kept the place in a stream; without it the rows before are made again,
-        and dropped.
+    A stored dataset is shuffled anew for each epoch, if the recipe shuffles.
+
+    Args:
+        train: the run's rows, a datasets.Dataset or a `RowStream`.
+        recipe: the run's recipe.
+        steps_done: number of steps that the run has made.
+        checkpoint: folder in which `save_position` stored the position in a stream. Without it, the earlier
+            rows are made again and dropped.
+
+    Raises:
+        InPlaceTTTError: if `train` is empty, or the stored position cannot be read.
     """
     import numpy as np
 
@@ -31,7 +38,7 @@ def rows_to_come(train: Any, recipe: Recipe, steps_done: int = 0, checkpoint: Pa
             * parallel.world
             * o.batch_size
             * max(o.gradient_accumulation_steps, parallel.sequence_parallel_size)
-        )  # of the step that is saved
+        )  # upper bound on rows read ahead of the step that is saved
         kept = None if checkpoint is None else checkpoint / _POSITION
         return train.from_row(_position(kept) if kept is not None and kept.exists() else read, ahead)
     if not len(train):
@@ -43,15 +50,15 @@ def rows_to_come(train: Any, recipe: Recipe, steps_done: int = 0, checkpoint: Pa
         order = [np.random.default_rng([recipe.data.seed, epoch]).permutation(len(train)) for epoch in epochs]
     else:
         order = [np.arange(len(train)) for _ in epochs]
-    # Groups of ranks that share rows each read as many batches as they have ranks, and train on them one
-    # after the other.
+    # A group of ranks that share rows reads one batch per rank, and trains on these batches one after the
+    # other.
     shared, batch = recipe.parallel.sequence_parallel_size, recipe.training.batch_size
     blocks = np.concatenate(order)[read:steps].reshape(-1, shared, recipe.parallel.world // shared, batch)
     return train.select(blocks.swapaxes(1, 2).reshape(-1))
 
 
 def save_position(rows: Any, recipe: Recipe, steps_done: int, checkpoint: Path) -> None:
-    """Keep in a checkpoint where a stream goes on, so that resuming need not read again what was read."""
+    """Stores a stream's position in a checkpoint, so that a resumed run need not make earlier rows again."""
     if isinstance(rows, RowStream):
         position = rows.position(_rows_read(recipe, steps_done))
         (checkpoint / _POSITION).write_text(json.dumps(position.to_dict()))
@@ -67,8 +74,7 @@ def _position(file: Path) -> Position:
 
 
 def _rows_read(recipe: Recipe, steps: int) -> int:
-    """Rows that were read from the data after so many steps: ranks that share rows read one each and then
-    train on all of them."""
+    """Returns the rows read after `steps`. Ranks that share rows read one each, then train on all."""
     shared, micro_steps = (
         recipe.parallel.sequence_parallel_size,
         steps * recipe.training.gradient_accumulation_steps,

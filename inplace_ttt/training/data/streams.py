@@ -1,5 +1,7 @@
-"""Rows made while training: documents read, tokenised and packed as they are needed, from any row on at
-once."""
+"""Reads, tokenizes and packs documents while training.
+
+A stream can start from the stored position of a row, without the rows before it.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +30,12 @@ if TYPE_CHECKING:
     Opened: TypeAlias = tuple[Source, Callable[[int], datasets.IterableDataset]]
 
 BLOCK = 64
-"""Documents of a source that change places with each other where it is shuffled; so do its files, or the
-parts it is stored in."""
+"""Number of consecutive documents that are shuffled among each other.
+
+A source's files, or its shards, are shuffled too.
+"""
 _BATCH = 8
-"""Documents of a source that are tokenised at a time."""
+"""Documents per call of the tokenizer."""
 
 Row: TypeAlias = dict[str, list[int]]
 Document: TypeAlias = dict[str, Any]
@@ -39,8 +43,14 @@ Document: TypeAlias = dict[str, Any]
 
 @dataclass(frozen=True)
 class Place:
-    """How far a source is read: times to its end, documents since, tokens in all, and the state of its stream
-    (as `datasets` has it)."""
+    """A position in a source.
+
+    Attributes:
+        passes: how many times the source was read to its end.
+        documents: documents read in the current pass.
+        tokens: tokens read in all passes.
+        state: state of the stream in `datasets`.
+    """
 
     passes: int = 0
     documents: int = 0
@@ -50,15 +60,20 @@ class Place:
 
 @dataclass(frozen=True)
 class Position:
-    """Where a row begins: the number of rows before it, how far the sources were read, and tokens of the next
-    document in rows before."""
+    """The position at which a row begins.
+
+    Attributes:
+        rows: number of rows before it.
+        places: position in each source.
+        used: number of the next document's tokens that are in earlier rows.
+    """
 
     rows: int = 0
     places: tuple[Place, ...] = ()
     used: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Returns plain JSON values."""
         return dataclasses.asdict(self)
 
     @classmethod
@@ -67,8 +82,17 @@ class Position:
 
 
 def open_stream(source: Source, data: Data, tokenizer: Any, shuffle: bool) -> Opened:
-    """The source, and a call that gives its documents as input_ids, length, lead and digest, in another order
-    for each pass if shuffled."""
+    """Returns the source, and a function from a pass number to its documents.
+
+    Args:
+        source: where to read.
+        data: the recipe's data section.
+        tokenizer: the model's tokenizer.
+        shuffle: give the documents in another order in each pass.
+
+    Returns:
+        The documents have the columns input_ids, length, lead and digest.
+    """
     records, column = open_source(source, data.reading, streaming=True)
     to_tokens = functools.partial(tokenise, column=column, tokenizer=tokenizer, source=source.name)
 
@@ -76,7 +100,7 @@ def open_stream(source: Source, data: Data, tokenizer: Any, shuffle: bool) -> Op
         import numpy as np
 
         found: Any = records
-        if shuffle:  # a buffer of one: what a larger one holds is not part of a stream's state
+        if shuffle:  # a buffer of one, because a stream's state lacks the contents of a larger one
             found = found.shuffle(generator=np.random.default_rng([data.seed, passes]), buffer_size=1)
             settings = {"seed": data.seed, "passes": passes}
             found = found.map(
@@ -92,7 +116,7 @@ def open_stream(source: Source, data: Data, tokenizer: Any, shuffle: bool) -> Op
 def _change_places(
     block: Mapping[str, list[Any]], indices: list[int], seed: int, passes: int
 ) -> dict[str, list[Any]]:
-    """A block of records in an order of its own."""
+    """Shuffles one block of records."""
     import numpy as np
 
     order = np.random.default_rng([seed, passes, indices[0]]).permutation(len(indices))
@@ -100,7 +124,7 @@ def _change_places(
 
 
 class _Reader:
-    """One source, read on from a place."""
+    """Reads one source from a place on."""
 
     def __init__(self, opened: Opened, data: Data, wanted: Callable[[Document], bool], place: Place) -> None:
         self.source, self.open = opened
@@ -109,11 +133,11 @@ class _Reader:
         self._documents: Iterator[Document] = iter(())
 
     def next(self) -> Document | None:
-        """Its next document that is wanted and not empty; None at its end, after which it starts again."""
+        """Returns the next wanted document that is not empty; None at the end, where a new pass begins."""
         try:
             if self._stream is None:
                 self._stream = self.open(self.place.passes)
-                with _silent("datasets.iterable_dataset"):  # which warns of a buffer of one
+                with _silent("datasets.iterable_dataset"):  # it warns of a buffer of one
                     if self.place.state is not None:
                         self._stream.load_state_dict(self.place.state)
                     self._documents = iter(self._stream)
@@ -141,7 +165,7 @@ class _Reader:
 
 @contextmanager
 def _silent(name: str) -> Iterator[None]:
-    """Within it that logger passes on nothing below an error."""
+    """Silences a logger below the level of errors."""
     logger = logging.getLogger(name)
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -153,10 +177,14 @@ def _silent(name: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of several sources: by their weights, else in turns where they are shuffled, else one
-    source after another.
+    """The documents of several sources.
 
-    wanted: which documents are read.
+    Attributes:
+        sources: opened sources.
+        data: the recipe's data section.
+        weights: share of tokens that each source gets. Without weights, see `turns`.
+        turns: take one document of each source in turn. Otherwise one source follows another.
+        wanted: returns True for documents to read.
     """
 
     sources: tuple[Opened, ...]
@@ -168,10 +196,17 @@ class Documents:
     def read(
         self, places: Sequence[Place] = (), endless: bool = False
     ) -> Iterator[tuple[tuple[Place, ...], int, Document]]:
-        """From `places` on: how far the sources were read before each document, which of them it is of, and
-        the document.
+        """Yields the documents that follow `places`.
 
-        Ends when every source was read once; `endless` ones start again.
+        Args:
+            places: position in each source; the start without it.
+            endless: start again at the end. Otherwise it ends when every source was read once.
+
+        Yields:
+            The positions in the sources before the document, the number of its source, and the document.
+
+        Raises:
+            InPlaceTTTError: if a source cannot be read, or has a weight and lacks documents.
         """
         start = places or [Place()] * len(self.sources)
         readers = [
@@ -200,11 +235,19 @@ class Documents:
 
 @dataclass(eq=False)
 class RowStream(IterableDataset):
-    """Packed rows of documents. begins: as `pack` has them. endless: start again at the end. transform:
-    applied to each row as it comes.
+    """Packed rows of documents.
 
-    start: the position of the first row; or the number of rows before it, which are then made and dropped.
-    reach: how many of the last rows it knows the position of.
+    Attributes:
+        documents: the documents to pack.
+        length: tokens per row.
+        pad_token: id that fills up a row.
+        align: documents start on multiples of this many tokens.
+        begins: special tokens that begin every text, as for `pack`.
+        endless: start again at the end.
+        start: position of the first row, or the number of rows before it. With a number, these rows are
+            made and dropped.
+        transform: applied to each row.
+        reach: number of the last rows whose positions are kept.
     """
 
     documents: Documents
@@ -222,12 +265,15 @@ class RowStream(IterableDataset):
         self._known = deque(maxlen=self.reach + 1)
 
     def from_row(self, start: Position | int, reach: int = 64) -> RowStream:
-        """The same rows without an end, from there on."""
+        """Returns an endless stream of the same rows that begins at `start`."""
         return dataclasses.replace(self, endless=True, start=start, reach=reach)
 
     def position(self, rows: int) -> Position:
-        """Where the row after so many rows begins. Raises LookupError where that is not among the last
-        `reach` that were read."""
+        """Returns the position of the row after `rows` rows.
+
+        Raises:
+            LookupError: if it is not among the last `reach` rows that were read.
+        """
         found = next((position for position in reversed(self._known) if position.rows == rows), None)
         if found is None:
             raise LookupError(f"the row after {rows} is not among the last {self.reach} that were read")
@@ -235,7 +281,7 @@ class RowStream(IterableDataset):
 
     def __iter__(self) -> Iterator[Row]:
         start, dropped = (Position(), self.start) if isinstance(self.start, int) else (self.start, 0)
-        before: dict[int, tuple[Place, ...]] = {}  # documents that may go on in a later row
+        before: dict[int, tuple[Place, ...]] = {}  # documents that may continue in a later row
 
         def tokens() -> Iterator[Sequence[int]]:
             for number, (places, _, document) in enumerate(self.documents.read(start.places, self.endless)):

@@ -1,4 +1,4 @@
-"""Documents of records as token ids, with their length, how many special tokens begin them, and a digest."""
+"""Tokenizes the documents of records, and adds their length, number of leading special tokens, and digest."""
 
 from __future__ import annotations
 
@@ -17,15 +17,32 @@ if TYPE_CHECKING:
     from datasets import Features
 
 _CHARACTERS = 1 << 21
-"""Characters handed to the tokenizer at a time, unless one document has more: it needs hundreds of bytes for
-each."""
+"""Characters per call of the tokenizer, unless one document has more.
+
+The tokenizer needs hundreds of bytes per character.
+"""
 
 
 def tokenise(
     batch: Mapping[str, Sequence[Any]], column: str, tokenizer: Any, source: str
 ) -> dict[str, list[Any]]:
-    """A batch of texts, or of tokens. The tokenizer's own special tokens, and EOS after each text; empty
-    texts have no tokens."""
+    """Tokenizes a batch of texts, or checks a batch of token ids.
+
+    A text gets the tokenizer's own special tokens, and EOS at its end. A text of white space alone becomes an
+    empty document.
+
+    Args:
+        batch: records, with the documents in `column`.
+        column: `input_ids` for token ids, `messages` for chats; any other column holds texts.
+        tokenizer: the model's tokenizer.
+        source: name of the source, for errors.
+
+    Returns:
+        Columns input_ids (int32 arrays), length, lead (number of leading special tokens) and digest.
+
+    Raises:
+        InPlaceTTTError: if a document cannot be tokenized, or its token ids are not those of the model.
+    """
     import numpy as np
 
     vocabulary = getattr(tokenizer, KNOWN_IDS, len(tokenizer))
@@ -48,20 +65,20 @@ def _checked(documents: Sequence[Any], vocabulary: int, source: str) -> Iterator
     for tokens in documents:
         if not isinstance(tokens, Sequence | None) or not set(map(type, tokens or ())) <= {int}:
             raise InPlaceTTTError(
-                f"the input_ids of {source} are no lists of whole numbers: {shown(tokens)}; tokenise the "
-                "documents anew."
+                f"the input_ids of {source} are not lists of whole numbers: {shown(tokens)}; tokenize the "
+                "documents again."
             )
         if tokens and not (min(tokens) >= 0 and max(tokens) < vocabulary):
             raise InPlaceTTTError(
                 f"the input_ids of {source} are not this model's (ids 0 to {vocabulary - 1}): "
                 f"{min(tokens)} to {max(tokens)}; "
-                "tokenise the documents with it."
+                "tokenize the documents with it."
             )
         yield tokens or ()
 
 
 def _read(texts: Sequence[Any], column: str, tokenizer: Any, source: str) -> Iterator[Sequence[int]]:
-    """The tokens of each text, a few texts in the tokenizer at a time."""
+    """Yields the tokens of each text, and tokenizes a few texts at a time."""
     few: list[str] = []
     begins = begins_of(tokenizer)
     for i, text in enumerate(texts):
@@ -78,7 +95,7 @@ def _read(texts: Sequence[Any], column: str, tokenizer: Any, source: str) -> Ite
 
 
 def digest_of(tokens: Sequence[int] | np.ndarray) -> str:
-    """Of the token ids."""
+    """Returns a hash of the token ids."""
     import numpy as np
 
     return hashlib.blake2b(np.asarray(tokens, dtype="<i4").tobytes(), digest_size=16).hexdigest()

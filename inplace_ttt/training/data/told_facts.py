@@ -1,4 +1,4 @@
-"""Training rows in which invented facts are told, and said again beyond the attention window."""
+"""Inserts invented facts into training rows, and repeats them beyond the attention window."""
 
 from __future__ import annotations
 
@@ -17,7 +17,17 @@ from .streams import Row
 def tell_facts(
     row: Row, document: slice, settings: SyntheticFacts, generator: random.Random, encode: Encode
 ) -> Row:
-    """The row with facts in its document at that place; the row itself where that is too short."""
+    """Returns the row with facts in one document; the row itself if the document is too short.
+
+    The labels keep the second copy's answers, and `loss_on_other_tokens` of all other tokens.
+
+    Args:
+        row: `input_ids`, `position_ids` and `labels` as lists of integers.
+        document: position of the document in the row.
+        settings: the recipe's `data.synthetic_facts`.
+        generator: draws facts, places and labels.
+        encode: returns the token ids of a text inside another.
+    """
     found = _with_facts(row["input_ids"][document], settings, generator, encode)
     if found is None:
         return row
@@ -32,13 +42,13 @@ def tell_facts(
 
 
 def require_room(settings: SyntheticFacts, length: int, encode: Encode) -> None:
-    """Raise InPlaceTTTError where rows of `length` tokens are too short for the statements."""
+    """Raises InPlaceTTTError if rows of `length` tokens are too short for the statements."""
     needed = settings.min_gap + 2 * sum(
         len(_Told.of(statement, encode).ids) for statement in statements(settings.count, random.Random(0))
     )
     if needed > length:
         raise InPlaceTTTError(
-            f"data.synthetic_facts: {settings.count} statements, told twice, and a min_gap of "
+            f"data.synthetic_facts: {settings.count} statements, stated twice, and a min_gap of "
             f"{settings.min_gap} take about {needed:,} "
             f"tokens, and rows have {length:,}; lower count or min_gap, or raise data.sequence_length."
         )
@@ -47,11 +57,11 @@ def require_room(settings: SyntheticFacts, length: int, encode: Encode) -> None:
 def _with_facts(
     text: Sequence[int], settings: SyntheticFacts, generator: random.Random, encode: Encode
 ) -> list[tuple[int, bool]] | None:
-    """As many tokens as `text` has, of text in which statements stand twice, each with whether it is of an
-    answer the second time.
+    """Returns `text` with statements inserted twice and its end cut off; None if it is too short.
 
-    The second time is in another order, `min_gap` tokens of text or more after the first. Each statement
-    stands between blank lines, anywhere in its part of the text.
+    Each token comes with True if it belongs to an answer of the second copy. The second copy is in another
+    order, at least `min_gap` tokens of text after the first. Each statement has blank lines around it, and a
+    random place in its part of the text.
     """
     told = [_Told.of(statement, encode) for statement in statements(settings.count, generator)]
     room = len(text) - 2 * sum(len(one.ids) for one in told) - settings.min_gap
@@ -67,7 +77,7 @@ def _with_facts(
 
 @dataclass(frozen=True)
 class _Told:
-    """ids: of a statement between blank lines; answer: which of them are its answer."""
+    """Token ids of a statement between blank lines, and the positions of its answer in them."""
 
     ids: list[int]
     answer: range
@@ -91,7 +101,7 @@ def _plain(text: Sequence[int]) -> Iterator[tuple[int, bool]]:
 def _among(
     text: Sequence[int], told: Sequence[_Told], generator: random.Random, *, answers: bool
 ) -> Iterator[tuple[int, bool]]:
-    """The text with the statements at random places of it."""
+    """Yields the text with the statements at random places."""
     at = 0
     for place, one in zip(sorted(generator.randint(0, len(text)) for _ in told), told, strict=True):
         yield from _plain(text[at:place])

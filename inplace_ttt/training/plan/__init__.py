@@ -1,4 +1,4 @@
-"""Memory and speed of a run, counted before it starts."""
+"""Estimates the memory and operations of a run before it starts."""
 
 from .plan import make_plan
 

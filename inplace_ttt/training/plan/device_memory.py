@@ -1,4 +1,4 @@
-"""Bytes that one device holds and sends in a step, for each ZeRO stage and for ranks that share rows."""
+"""Computes the bytes that one device holds and sends per step, for each ZeRO stage and for shared rows."""
 
 from __future__ import annotations
 
@@ -14,18 +14,24 @@ from ..recipe.recipe import Recipe
 from .meta_step import StepCost
 
 _REDUCE_BUCKET, _MAX_LIVE = 500_000_000, 1_000_000_000
-"""DeepSpeed's own defaults, in elements: reduce_bucket_size and stage3_max_live_parameters."""
+"""DeepSpeed's defaults of reduce_bucket_size and stage3_max_live_parameters, in elements."""
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What the figures below follow from.
+    """Sizes of a model, from which its memory and communication follow.
 
-    parameters, trained, largest: numbers, of all, of those that learn, and in the largest of these. buffers:
-        bytes. saved: bytes that
-    quantisation takes off the parameters.
-    queries, keys: channels of one layer's queries and keys, all heads together. states: numbers of each TTT
-        layer's state.
+    Attributes:
+        parameters: number of all parameters.
+        trained: number of parameters that learn.
+        largest: number of elements of the largest parameter that learns.
+        buffers: bytes of buffers.
+        hidden: width d.
+        layers: number of layers.
+        queries: channels of one layer's queries, over all heads.
+        keys: channels of one layer's keys, over all heads.
+        states: number of elements of each TTT layer's state.
+        saved: bytes that quantization saves.
     """
 
     parameters: int
@@ -41,16 +47,22 @@ class ModelSize:
 
     @property
     def state_bytes(self) -> int:
-        """The float32 fast-weight state of one sequence, all layers."""
+        """Bytes of the float32 states S of one sequence, over all layers."""
         return 4 * sum(self.states)
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes a device holds at the peak of a step. host: what is offloaded to the machine's own memory
-    instead.
+    """Bytes that a device holds at the peak of a step.
 
-    evaluation: bytes in all at the peak of reading held-out rows, between two steps.
+    Attributes:
+        parameters: bytes of parameters and buffers.
+        gradients: bytes of gradients.
+        optimiser: bytes of float32 masters and moments.
+        activations: bytes of activations.
+        buckets: bytes of DeepSpeed's communication buffers.
+        host: bytes that are offloaded to host memory.
+        evaluation: total bytes at the peak of reading held-out rows, between two steps.
     """
 
     parameters: int
@@ -63,7 +75,7 @@ class DeviceMemory:
 
     @property
     def parts(self) -> dict[str, int]:
-        """Of the device's bytes at the peak of a step."""
+        """The device's bytes at the peak of a step, by part."""
         return {
             name: getattr(self, name)
             for name in ("parameters", "gradients", "optimiser", "activations", "buckets")
@@ -75,10 +87,16 @@ class DeviceMemory:
 
 
 def deepspeed_memory(recipe: Recipe, model: ModelSize, step: StepCost, evaluation: int = 0) -> DeviceMemory:
-    """Under DeepSpeed: the weights' dtype for weights, and for gradients where they are not summed in
-    float32; float32 masters and moments.
+    """Returns the memory of one device under DeepSpeed.
 
-    evaluation: bytes of one batch of held-out rows beside the weights; 0 where nothing is held out.
+    Weights have the recipe's dtype, and so do gradients, unless they are summed in float32. Masters and
+    moments are float32.
+
+    Args:
+        recipe: the run's recipe.
+        model: sizes of the model.
+        step: cost of one micro-step.
+        evaluation: bytes of one batch of held-out rows beside the weights; 0 if nothing is held out.
     """
     settings: Mapping[str, Any] = recipe.deepspeed_settings.get("zero_optimization", {})
     stage, ranks = recipe.zero_stage, recipe.parallel.world
@@ -102,7 +120,7 @@ def deepspeed_memory(recipe: Recipe, model: ModelSize, step: StepCost, evaluatio
     host = optimiser if offloads else 0
     if stage == 3 and _device(settings, "offload_param") == "cpu":
         host, parameters = host + parameters, model.buffers
-    # The update works on a float32 copy of the gradient and one more, after the activations are gone.
+    # The update uses two float32 copies of the gradient, after the activations are freed.
     update = 0 if offloads else 8 * model.trained // ranks if stage else 8 * model.largest
     accumulates = stage >= 2 or recipe.training.gradient_accumulation_steps > 1
     beside = step.activations if accumulates else step.step - own_gradients
@@ -110,7 +128,7 @@ def deepspeed_memory(recipe: Recipe, model: ModelSize, step: StepCost, evaluatio
     activations = max(beside + _shared_rows(recipe, model, one_layer=kept), update)
     held = 0 if offloads else optimiser
     if evaluation:
-        # Between steps ZeRO-3 keeps its buffers for gradients and buckets; the other stages free theirs.
+        # Between steps, ZeRO-3 keeps gradients and buckets; the other stages free them.
         evaluation += (
             parameters
             + held
@@ -121,8 +139,12 @@ def deepspeed_memory(recipe: Recipe, model: ModelSize, step: StepCost, evaluatio
 
 
 def saved_by_quantisation(recipe: Recipe, model: PreTrainedModel) -> int:
-    """Bytes that `model.load_in` takes off the linear maps of a model on the meta device: all that do not
-    learn, but the output's."""
+    """Returns the bytes that `model.load_in` saves on linear maps that do not learn, except the output's.
+
+    Args:
+        recipe: the run's recipe.
+        model: the recipe's model on the meta device.
+    """
     if recipe.model.load_in is None:
         return 0
     output = model.get_output_embeddings()
@@ -135,8 +157,11 @@ def saved_by_quantisation(recipe: Recipe, model: PreTrainedModel) -> int:
 
 
 def _packed(weight: Tensor, how: str) -> int:
-    """Bytes of a weight: in 8 bits with a float32 scale a row; in 4 with an 8-bit scale for 64, and a float32
-    one for 256 of these."""
+    """Returns the bytes of a packed weight.
+
+    8 bits have a float32 scale per row. 4 bits have an 8-bit scale per 64 elements, and a float32 scale per
+    256 of these scales.
+    """
     numbers = weight.numel()
     return (
         numbers + 4 * weight.shape[0]
@@ -146,7 +171,14 @@ def _packed(weight: Tensor, how: str) -> int:
 
 
 def single_process_memory(model: ModelSize, step: StepCost, size: int, evaluation: int = 0) -> DeviceMemory:
-    """One process with torch's AdamW and no DeepSpeed: everything in the weights' dtype of `size` bytes."""
+    """Returns the memory of one process with torch's AdamW, without DeepSpeed.
+
+    Args:
+        model: sizes of the model.
+        step: cost of one micro-step.
+        size: bytes per element of weights, gradients and moments.
+        evaluation: bytes of one batch of held-out rows beside the weights.
+    """
     parameters, gradients = size * model.parameters + model.buffers, size * model.trained
     activations = max(step.step - gradients, 2 * size * model.largest)
     return DeviceMemory(
@@ -160,12 +192,11 @@ def single_process_memory(model: ModelSize, step: StepCost, size: int, evaluatio
 
 
 def checkpoint_bytes(recipe: Recipe, model: ModelSize) -> tuple[int, int]:
-    """On disk: one checkpoint to go on from, and the trained model that a run leaves.
+    """Returns the bytes on disk of one checkpoint to resume from, and of the trained model at the end.
 
-    A checkpoint has the model as transformers saves it, DeepSpeed's float32 masters and moments, and
-    DeepSpeed's own copy of the
-    weights: without frozen ones for LoRA, and under ZeRO-3, where masters are all there is of trained
-        weights, of frozen ones alone.
+    A checkpoint holds the model as transformers saves it, DeepSpeed's float32 masters and moments, and
+    DeepSpeed's own copy of the weights. For LoRA, that copy leaves out frozen weights. Under ZeRO-3 it leaves
+    out trained weights, because the masters replace them.
     """
     size = 4 if recipe.model.dtype == "float32" else 2
     adapter, stage = recipe.training.trainable == "lora", recipe.zero_stage
@@ -176,8 +207,13 @@ def checkpoint_bytes(recipe: Recipe, model: ModelSize) -> tuple[int, int]:
 
 
 def _shared_rows(recipe: Recipe, model: ModelSize, one_layer: bool) -> int:
-    """Ranks that share rows: the state a TTT layer starts from, of one layer or of all for the backward, and
-    three in the exchange."""
+    """Returns the bytes of states with which ranks that share rows start, and of three more in the exchange.
+
+    Args:
+        recipe: the run's recipe.
+        model: sizes of the model.
+        one_layer: hold the starting state of one layer at a time. Otherwise the backward holds all.
+    """
     if recipe.parallel.sequence_parallel_size == 1 or not model.states:
         return 0
     states = [4 * recipe.training.batch_size * numbers for numbers in model.states]
@@ -185,7 +221,7 @@ def _shared_rows(recipe: Recipe, model: ModelSize, one_layer: bool) -> int:
 
 
 def communication(recipe: Recipe, model: ModelSize) -> dict[str, int]:
-    """Bytes that one device sends in an optimiser step, by ring algorithms: P - 1 of every P parts."""
+    """Returns the bytes that one device sends per optimizer step. Rings send P - 1 of every P parts."""
     o, ranks, shared = recipe.training, recipe.parallel.world, recipe.parallel.sequence_parallel_size
     stage, size = recipe.zero_stage, 4 if recipe.model.dtype == "float32" else 2
     forwards = 2 if o.gradient_checkpointing else 1
@@ -209,7 +245,7 @@ def communication(recipe: Recipe, model: ModelSize) -> dict[str, int]:
 
 
 def _elements(value: Any, model: ModelSize) -> int:
-    return model.hidden**2 if value == "auto" else int(value)  # as transformers fills it in
+    return model.hidden**2 if value == "auto" else int(value)  # as transformers fills in "auto"
 
 
 def _device(settings: Mapping[str, Any], name: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Operations of a micro-step, from shapes alone: what a model needs, and what TTT adds."""
+"""Counts the operations of a micro-step from shapes alone: those of the model, and those that TTT adds."""
 
 from __future__ import annotations
 
@@ -25,16 +25,23 @@ _PEAKS = {
     "L4": 121,
     "A10G": 70,
 }
-"""Of devices by a part of their name, the first that fits: 10¹² operations a second, dense, bfloat16 in and
-float32 sums."""
+"""Peak speed of devices, in 10¹² operations per second.
+
+It holds for dense products of bfloat16 with float32 sums. A key is a part of a device's name; the first that
+fits counts.
+"""
 
 
 def model_flops(recipe: Recipe, model: nn.Module) -> int:
-    """One device's micro-step without recomputation: what the model asks for, whichever way it is computed.
+    """Returns the operations of one device's micro-step, forward and backward, without recomputation.
 
-    A linear map is 2 operations a token and weight, and as many for each gradient that is needed: of its
-    input where something before it learns, of its weight where that learns. Of experts a token meets those
-    that are chosen for it; routers are left out.
+    The count does not depend on the way the model is computed. A linear map takes 2 operations per token and
+    weight, and as many for each gradient. Its input needs a gradient if something before it learns, its
+    weight if it learns. Each token counts the experts that are chosen for it. Routers are left out.
+
+    Args:
+        recipe: the run's recipe.
+        model: the recipe's model, on any device.
     """
     text, tokens, linear, learns = model.config.get_text_config(), tokens_of(recipe), 0, False  # type: ignore[union-attr, operator]
     for module in model.modules():
@@ -57,8 +64,10 @@ def model_flops(recipe: Recipe, model: nn.Module) -> int:
 
 
 def _finding_targets(recipe: Recipe, model: nn.Module) -> int:
-    """With `target: gradient`: one more forward, and the activations' backward from the loss to the lowest
-    TTT layer."""
+    """Returns the operations of finding targets with `target: gradient`, else 0.
+
+    They are one more forward, and the activations' backward from the loss to the lowest TTT layer.
+    """
     if config_of(model).target != "gradient":
         return 0
     lm = causal_lm(model)
@@ -72,7 +81,7 @@ def _finding_targets(recipe: Recipe, model: nn.Module) -> int:
 
 
 def attention_of_targets(recipe: Recipe, model: nn.Module) -> int:
-    """Returns the FLOPs of attention scores and values in that pass."""
+    """Returns the operations of attention for finding targets with `target: gradient`."""
     if config_of(model).target != "gradient":
         return 0
     lm = causal_lm(model)
@@ -90,18 +99,23 @@ def _share_read(recipe: Recipe, model: nn.Module) -> float:
 
 
 def tokens_of(recipe: Recipe) -> int:
-    """Of one device and micro-step."""
+    """Returns the tokens per device and micro-step."""
     return recipe.training.batch_size * recipe.data.sequence_length // recipe.parallel.sequence_parallel_size
 
 
 def fast_weight_sizes(model: nn.Module) -> tuple[tuple[int, int], ...]:
-    """(d, h) of each TTT layer."""
+    """Returns (d, h) of each TTT layer."""
     return tuple(features(layer)[::-1] for layer in fast_weights(model).values())
 
 
 def attention_flops(recipe: Recipe, text: PreTrainedConfig, passes: int) -> int:
-    """Of scores and values, for one device's micro-step of so many passes (a backward is two); rows are taken
-    as one document."""
+    """Returns the operations of attention scores and values in one device's micro-step.
+
+    Args:
+        recipe: the run's recipe. Each row counts as one document.
+        text: config of the text model.
+        passes: number of passes. A backward counts as two.
+    """
     heads, _ = attention_heads(text)
     width = getattr(text, "head_dim", None) or text.hidden_size // heads
     length, window = recipe.data.sequence_length, getattr(text, "sliding_window", None)
@@ -121,16 +135,20 @@ def attention_flops(recipe: Recipe, text: PreTrainedConfig, passes: int) -> int:
 
 
 def fast_weight_flops(recipe: Recipe, model: nn.Module, again: int) -> int:
-    """What TTT adds to the products of a device's micro-step: keys, writing, reading beside W0; P; and their
-    backward.
+    """Returns the operations that TTT adds to the products of one device's micro-step.
 
-    again: 1 where the forward is recomputed, which computes no plain linear at a layer's end again, but all
-        of TTT.
+    These are the products of keys, writes, reads (beside W0) and P, forward and backward.
+
+    Args:
+        recipe: the run's recipe.
+        model: the converted model, on any device.
+        again: 1 if the forward is recomputed, else 0. Recomputation skips a plain linear map at a layer's
+            end, but repeats all of TTT.
     """
     config, forwards, total = config_of(model), 1 + again, 0.0
     for d, h in fast_weight_sizes(model):
         width = config.state_shape(d, h)[1]
-        of_keys = 0 if config.whitening is None else (forwards + 1) * width * h  # the directions do not learn
+        of_keys = 0 if config.whitening is None else (forwards + 1) * width * h  # directions are not trained
         in_one_product = config.whitening is None and recipe.model.dtype == "float32"
         of_state = config.rule.multiply_adds(
             d, width, config.chunk_size, forwards, in_one_product=in_one_product
@@ -141,8 +159,10 @@ def fast_weight_flops(recipe: Recipe, model: nn.Module, again: int) -> int:
 
 
 def device_peak(recipe: Recipe) -> float | None:
-    """Operations a second that this process's device is sold with, in the recipe's precision; None where that
-    is not known."""
+    """Returns the peak speed of this process's device in operations per second, in the recipe's dtype.
+
+    Returns None if it is unknown.
+    """
     if recipe.model.dtype != "bfloat16" or not torch.cuda.is_available():
         return None
     name: Any = torch.cuda.get_device_name()

@@ -1,5 +1,4 @@
-"""What one micro-step and one batch of evaluation hold and compute, found by running them on the meta
-device."""
+"""Measures memory and operations of one micro-step and one evaluation batch, by runs on the meta device."""
 
 from __future__ import annotations
 
@@ -22,17 +21,21 @@ from ..model import meta_model
 from ..recipe.recipe import Recipe
 
 _PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1}
-"""Matrix products, and which argument is their left factor. (torch's FlopCounterMode leaves out those in
-place, a fifth of them.)"""
+"""Matrix products, each with the position of its left factor among the arguments.
+
+torch's FlopCounterMode leaves out the products in place, which are a fifth of all.
+"""
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """One forward and backward of a device's micro-step, beside the weights.
+    """Cost of one device's micro-step, forward and backward. The weights are left out.
 
-    activations: bytes at the peak, without the gradients of parameters. step: bytes at the peak, with them.
-    logits: of `activations` at its peak, what has the width of the vocabulary. product_flops: of the matrix
-        products.
+    Attributes:
+        activations: bytes at the peak, without the gradients of parameters.
+        step: bytes at the peak, with these gradients.
+        logits: bytes of tensors as wide as the vocabulary, at the peak of `activations`.
+        product_flops: operations of the matrix products, and of solves.
     """
 
     activations: int
@@ -42,11 +45,11 @@ class StepCost:
 
 
 def step_cost(recipe: Recipe) -> StepCost:
-    """Forward and backward of one micro-step on the meta device."""
+    """Returns the cost of one micro-step, measured on the meta device."""
     model = _on_meta(recipe).train()
     lm = causal_lm(model)
     if recipe.training.gradient_checkpointing:
-        # The second is its name in older transformers.
+        # Older transformers have the second name.
         enable = getattr(lm, "activation_checkpointing_enable", None) or lm.gradient_checkpointing_enable
         enable({"use_reentrant": False})
     meter = _Meter(model, lm.config.get_text_config().vocab_size, _tokens(recipe))
@@ -57,7 +60,7 @@ def step_cost(recipe: Recipe) -> StepCost:
 
 
 def evaluation_cost(recipe: Recipe) -> int:
-    """Bytes beside the weights at the peak of reading one batch of held-out rows, on the meta device."""
+    """Returns the peak bytes beside the weights for a batch of held-out rows, measured on the meta device."""
     model = _on_meta(recipe).eval()
     meter = _Meter(model, model.config.get_text_config().vocab_size, _tokens(recipe))
     with torch.device("meta"), meter:
@@ -67,8 +70,10 @@ def evaluation_cost(recipe: Recipe) -> int:
 
 
 def _on_meta(recipe: Recipe) -> PreTrainedModel:
-    """The recipe's model on the meta device, with an attention and experts that hold there what its own hold
-    on a device."""
+    """Returns the recipe's model on the meta device.
+
+    Its attention and experts are replaced by others that hold the same tensors there as its own on a device.
+    """
     model = meta_model(recipe)
     causal_lm(model).config.get_text_config()._experts_implementation = _EXPERTS
     if recipe.model.attn_implementation != "eager":
@@ -77,8 +82,10 @@ def _on_meta(recipe: Recipe) -> PreTrainedModel:
 
 
 def _inputs(recipe: Recipe) -> tuple[Tensor, Tensor]:
-    """A device's micro-batch [B, T]. Packed rows make sdpa keep a mask of the whole row, also where ranks
-    share it; flash takes none."""
+    """Returns the token ids [B, T] and mask of one device's micro-batch.
+
+    With packed rows sdpa keeps a mask of the whole row, also if ranks share it. Flash attention takes none.
+    """
     length = recipe.data.sequence_length // recipe.parallel.sequence_parallel_size
     ids = torch.zeros(recipe.training.batch_size, length, dtype=torch.long)
     seen = {"flash_attention_2": 1, "sdpa": recipe.data.sequence_length, "eager": length}[
@@ -92,7 +99,7 @@ def _tokens(recipe: Recipe) -> int:
 
 
 def _loss(model: PreTrainedModel, ids: Tensor, mask: Tensor, fused: bool) -> Tensor:
-    """The loss as the Trainer asks for it; Liger's never holds all logits."""
+    """Returns the loss as the Trainer computes it. Liger's loss never holds all logits."""
     if not fused:
         targets = torch.ones((), dtype=torch.long)
         return model(
@@ -103,8 +110,7 @@ def _loss(model: PreTrainedModel, ids: Tensor, mask: Tensor, fused: bool) -> Ten
 
 
 class _FusedLoss(torch.autograd.Function):
-    """Linear map and cross-entropy in one, a slice of rows at a time, as Liger does it: gradients made in the
-    forward."""
+    """Liger's fused linear map and cross-entropy, slice by slice, with gradients made in the forward."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
@@ -125,12 +131,12 @@ class _FusedLoss(torch.autograd.Function):
 
 
 class _Attention(torch.autograd.Function):
-    """What fused attention keeps: q, k, v, its output and one number for each query and head."""
+    """Fused attention, which keeps q, k, v, the output, and one number per query and head."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         out = q.new_empty(*q.shape[:-1], v.shape[-1])
-        # torch makes numbers of the booleans, and keeps them
+        # torch converts the booleans to numbers, and keeps those
         bias = None if mask is None else mask.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:3], dtype=torch.float32), bias)
         return out
@@ -150,7 +156,7 @@ def _flash(
 def _sdpa(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    repeats = getattr(module, "num_key_value_groups", 1)  # transformers repeats them where there is a mask
+    repeats = getattr(module, "num_key_value_groups", 1)  # transformers repeats the heads if there is a mask
     return _Attention.apply(query, repeat_kv(key, repeats), repeat_kv(value, repeats), mask).transpose(
         1, 2
     ), None
@@ -162,8 +168,7 @@ AttentionInterface.register(_NAMES["sdpa"], _sdpa)
 
 
 def _experts(experts: Any, hidden: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
-    """Grouped products of tokens [N, d] with k experts each, all by one expert's weights: which they are
-    changes no size."""
+    """Returns the outputs of k experts per token [N, d]. One expert's weights suffice to count sizes."""
 
     def product(rows: Tensor, weights: Tensor) -> Tensor:
         return rows @ (weights[0] if experts.is_transposed else weights[0].T)
@@ -183,14 +188,14 @@ ExpertsInterface.register(_EXPERTS, _experts)
 
 
 class _Meter(TorchDispatchMode):
-    """Counts the bytes that are alive, from here on, and the operations of matrix products and solves."""
+    """Counts the live bytes from its creation on, and the operations of matrix products and solves."""
 
     def __init__(self, model: nn.Module, vocabulary: int, tokens: int) -> None:
         super().__init__()
         self.vocabulary, self.tokens = vocabulary, tokens
         self.live = {"activations": 0, "gradients": 0, "logits": 0}
         self.peak = self.peak_activations = self.peak_logits = self.flops = 0
-        self.known: dict[int, str] = {}  # storages that are alive, by what they are
+        self.known: dict[int, str] = {}  # kind of each live storage
         for tensor in (*model.parameters(), *model.buffers()):
             self._watch(tensor, "weights")
         for parameter in model.parameters():

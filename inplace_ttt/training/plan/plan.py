@@ -1,5 +1,4 @@
-"""What a run will take, from its recipe alone: bytes, operations, tokens, steps; and what will not fit or not
-train."""
+"""Plans a run from its recipe alone: bytes, operations, tokens, steps, and warnings."""
 
 from __future__ import annotations
 
@@ -32,17 +31,39 @@ _GB = 10**9
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """Everything `inplace-ttt plan` says about a run. Bytes and operations are of one device and optimiser
-    step unless named otherwise.
+    """The figures that `inplace-ttt plan` prints.
 
-    tokens: of the whole run. chunks_per_row: of a document as long as a row; the writes of all but its last
-        are read.
-    evaluation_bytes: of a device at the peak of reading held-out rows; 0 where nothing is held out.
-        checkpoint_bytes: of one on disk.
-    disk_bytes: of all that the run has on disk at its peak. saving_host_bytes: of memory on the first node
-        while ZeRO-3 saves.
-    flops_per_step: over all devices, recomputation included. fast_weight_flops: the share of it that TTT
-        adds.
+    Bytes are per device and optimizer step, unless stated otherwise.
+
+    Attributes:
+        model_type: `model_type` of the text model's config.
+        parameters: number of all parameters.
+        trained_parameters: number of parameters that learn.
+        ttt_parameters: number of the new parameters that learn.
+        ttt_layers: indices of the TTT layers.
+        chunk_size: tokens per chunk.
+        devices: number of devices.
+        zero_stage: ZeRO stage.
+        sequence_parallel: ranks that share one row.
+        per_device_bytes: bytes of each part at the peak of a step, and their total.
+        evaluation_bytes: bytes at the peak of reading held-out rows; 0 if nothing is held out.
+        host_bytes: bytes offloaded to host memory.
+        checkpoint_bytes: bytes of one checkpoint on disk.
+        disk_bytes: bytes of checkpoints and trained model on disk, at the peak of the run.
+        saving_host_bytes: host memory of the first node while ZeRO-3 saves.
+        logits_bytes: bytes of logits at the peak of the activations.
+        state_bytes_per_sequence: bytes of the states S of one sequence, over all layers.
+        communication_bytes: bytes that one device sends, for each purpose.
+        steps: optimizer steps of the run.
+        tokens: tokens of the run.
+        tokens_per_step: tokens per optimizer step, over all devices.
+        rows_per_step: rows per optimizer step, over all devices.
+        sequence_length: tokens per row.
+        chunks_per_row: chunks of a document as long as a row. The writes of all but the last are read.
+        flops_per_step: operations per optimizer step over all devices, with recomputation.
+        flops: operations of the run.
+        fast_weight_flops: fraction of `flops` that TTT adds.
+        warnings: one sentence per problem.
     """
 
     model_type: str
@@ -79,8 +100,12 @@ class TrainingPlan:
 
 
 def make_plan(recipe: Recipe, device_memory: int | None = None) -> TrainingPlan:
-    """Plan a run; `device_memory` in bytes adds a warning where it does not suffice. Reads the model's
-    config, no weights."""
+    """Plans a run. It reads the model's config, but never its weights.
+
+    Args:
+        recipe: the run's recipe.
+        device_memory: bytes of a device. If they do not suffice, the plan warns.
+    """
     model = meta_model(recipe)
     ttt, text = config_of(model), model.config.get_text_config()
     layers = fast_weights(model)
@@ -95,7 +120,7 @@ def make_plan(recipe: Recipe, device_memory: int | None = None) -> TrainingPlan:
         hidden=text.hidden_size,
         layers=text.num_hidden_layers,
         queries=width * heads,
-        # fewer are repeated until each rank has one
+        # with fewer heads than ranks, each head is repeated until each rank has one
         keys=width * max(kv_heads, recipe.parallel.sequence_parallel_size),
         states=tuple(math.prod(ttt.state_shape(d, h)) for d, h in fast_weight_sizes(model)),
         saved=saved_by_quantisation(recipe, model),
@@ -106,10 +131,10 @@ def make_plan(recipe: Recipe, device_memory: int | None = None) -> TrainingPlan:
     checkpoint, final = checkpoint_bytes(recipe, size)
     checkpoints = min(
         recipe.monitor.save_total_limit + 1, recipe.steps // recipe.monitor.save_steps
-    )  # a new one stands before an old one goes
+    )  # a new one is written before an old one is deleted
     again = int(recipe.training.gradient_checkpointing)
     flops = step.product_flops
-    if recipe.model.attn_implementation != "eager":  # whose products the step has counted
+    if recipe.model.attn_implementation != "eager":  # the step counts the products of eager attention
         flops += attention_flops(recipe, text, 3 + again) + attention_of_targets(recipe, model)
     micro_steps = recipe.training.gradient_accumulation_steps * recipe.parallel.world
     tokens_per_step = recipe.rows_per_step * recipe.data.sequence_length
@@ -148,7 +173,7 @@ def make_plan(recipe: Recipe, device_memory: int | None = None) -> TrainingPlan:
 
 
 def _will_not_train(recipe: Recipe, ttt: InPlaceTTTConfig, text: PreTrainedConfig) -> list[str]:
-    """A sentence for each setting under which something would not learn, or the run would stop."""
+    """Returns a sentence for each setting under which a part would not learn, or the run would stop."""
     o, length, found = recipe.training, recipe.data.sequence_length, []
     chunk, layers = ttt.chunk_size, ttt.layers
     etas = [ttt.eta_of(position) for position in range(len(layers))]
@@ -160,7 +185,7 @@ def _will_not_train(recipe: Recipe, ttt: InPlaceTTTConfig, text: PreTrainedConfi
         )
     elif chunk * 2 > length:
         found.append(
-            f"A row of {length} tokens holds one whole chunk of {chunk}, so at most one write a row is "
+            f"A row of {length} tokens holds one whole chunk of {chunk}, so at most one write per row is "
             "ever read; lower ttt.chunk_size."
         )
     if not any(etas):
@@ -195,7 +220,7 @@ def _will_not_fit(recipe: Recipe, memory: DeviceMemory, step: StepCost, availabl
         largest = max(memory.parts, key=lambda name: memory.parts[name])
         found.append(
             f"A device needs {memory.total / _GB:.1f} GB and has {available / _GB:.1f}; the largest part "
-            f"are the {largest} with "
+            f"is {largest} with "
             f"{memory.parts[largest] / _GB:.1f} GB: {_remedy(recipe, largest, step)}."
         )
     if memory.evaluation > available:
@@ -215,7 +240,7 @@ def _remedy(recipe: Recipe, part: str, step: StepCost) -> str:
         if not o.gradient_checkpointing:
             return "set training.gradient_checkpointing: true"
         if o.batch_size > 1:
-            return "lower training.batch_size and raise accumulation"
+            return "lower training.batch_size and raise training.gradient_accumulation_steps"
         return "raise parallel.sequence_parallel_size, or lower data.sequence_length"
     if part == "buckets":
         return (
@@ -225,5 +250,5 @@ def _remedy(recipe: Recipe, part: str, step: StepCost) -> str:
     if ranks > 1 and recipe.zero_stage < stage:
         return f"use ZeRO stage {stage} or 3"
     if part == "optimiser":
-        return "offload the optimiser to the host, or use more devices"
+        return "offload the optimizer to the host, or use more devices"
     return "use more devices under ZeRO-3, or train less (training.trainable)"

@@ -1,4 +1,4 @@
-"""The recipe: its sections and their defaults, what it refuses, and what may change at a resume."""
+"""The recipe: its sections, defaults and checks, and the settings that may change at a resume."""
 
 from .recipe import Recipe, load_recipe
 

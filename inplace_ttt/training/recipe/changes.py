@@ -1,5 +1,4 @@
-"""What of a recipe may change between two starts of one run: the table, and the refusal of all that is not in
-it."""
+"""Lists the settings that may change between two starts of one run, and refuses all other changes."""
 
 from __future__ import annotations
 
@@ -17,24 +16,24 @@ from ...surgery import config_of
 from .recipe import Recipe
 
 NO_EFFECT = (
-    "output",  # checkpoints lie in it, wherever it has been moved
+    "output",  # it holds the checkpoints, and may have been moved
     "parallel.launcher",
     "parallel.hostfile",
     "parallel.rdzv_endpoint",
     "parallel.timeout_minutes",
-    "deepspeed.checkpoint*",  # how a checkpoint is read and written
+    "deepspeed.checkpoint*",  # concerns reading and writing of checkpoints alone
     "data.processes",
     "data.cache",
-    "data.validation",  # a document that it takes out of training shows in DOCUMENTS
-    "monitor.*",  # all of it takes effect, none of it on the weights
+    "data.validation",  # if it removes a training document, DOCUMENTS changes
+    "monitor.*",  # it takes effect, but not on the weights
     "audit.*",
 )
-"""Settings that have no effect on what is trained."""
+"""Settings that leave the trained weights unchanged."""
 
 TAKES_EFFECT = (
-    "training.steps",  # the schedule is then that of a run of the new length, from the next step on
+    "training.steps",  # from the next step on, the schedule is that of a run of the new length
     "training.tokens",
-    # read anew at each start, as all of these: what is lowered after a loss that blew up
+    # read at each start, like all of these; lowering them helps after a loss that diverged
     "training.*learning_rate",
     "training.*weight_decay",
     "training.*warmup_steps",
@@ -43,15 +42,18 @@ TAKES_EFFECT = (
     "training.betas",
     "training.epsilon",
     "training.max_grad_norm",
-    "training.gradient_checkpointing",  # these three: how the same is computed
+    "training.gradient_checkpointing",  # this and the next two: other ways to compute the same
     "training.liger",
     "model.attn_implementation",
     "ttt.eta",
     "ttt.clip*",
 )
-"""Settings that may change from one start to the next. All others would be ignored (the seed of weights that
-are there already), do not fit the checkpoint (processes, dtype, ZeRO stage, what is trained), or change which
-rows come next (batch, row length, data)."""
+"""Settings that may change from one start to the next.
+
+The others are of three kinds. Some would be ignored (the seed of weights that exist already). Some do not fit
+the checkpoint (processes, dtype, ZeRO stage, trained parameters). Some change the next rows (batch size, row
+length, data).
+"""
 
 _RESHARDED = (
     "parallel.nproc_per_node x nnodes",
@@ -59,12 +61,14 @@ _RESHARDED = (
     "training.batch_size",
     "deepspeed.zero_optimization*",
 )
-"""What may change besides, with as many rows a step, where a run goes on from a checkpoint that DeepSpeed
-made universal."""
+"""Settings that may change too, if a run resumes from a universal DeepSpeed checkpoint.
+
+The number of rows per step must stay the same.
+"""
 
 _BY_CONTENT = ("model.path", "model.tokenizer", "model.config*", "model.overrides*")
 _BY_TOKENS = ("data.train", "data.format", "data.text_field", "data.split", "data.validation_documents")
-"""Names whose place may change as long as what is found there is the same: an architecture, token ids."""
+"""Names that may change as long as their content stays the same: an architecture, or token ids."""
 _PASSING = (
     "_name_or_path",
     "transformers_version",
@@ -75,25 +79,34 @@ _PASSING = (
     "inplace_ttt",
     "layer_types",
 )
-"""Of a model's config: where it was read, how, and what `surgery` says already. (A converted model's layer
-types are a note.)"""
+"""Keys of a model's config that are not compared.
+
+They record its source and its form, or repeat the section `ttt`. The `layer_types` of a converted model are
+only a note.
+"""
 
 _FORMER_DEFAULTS = {"data.text_field": "text"}
-"""Of settings that are none now where they are not given, with the same meaning."""
+"""Earlier defaults of settings whose default is None now, with the same meaning."""
 
 DOCUMENTS = "data.train.sha256"
-"""The key of what the documents are known by."""
+"""Key of the hash of the training documents."""
 
 WEIGHTS = "model.path.sha256"
-"""The key of what weights are known by that LoRA stands on and no checkpoint holds."""
+"""Key of the fingerprint of LoRA's base, whose weights are missing in the checkpoints."""
 
 Facts = dict[str, Any]
-"""A recipe, plain and flat by `section.key`, with what stands behind the names in it."""
+"""Plain values of a recipe, flat by `section.key`, with the content that its names refer to."""
 
 
 def facts_of(recipe: Recipe, model: PreTrainedModel) -> Facts:
-    """What a run is made by, but for `DOCUMENTS`, which comes with the data. `model`: the recipe's, on any
-    device."""
+    """Returns the settings and content that determine a run, without `DOCUMENTS`.
+
+    The hash of the documents is known only once the data is built.
+
+    Args:
+        recipe: the run's recipe.
+        model: the recipe's model, on any device.
+    """
     values = recipe.to_dict()
     values["ttt"] = config_of(model).to_dict()
     values["architecture"] = {
@@ -113,12 +126,20 @@ def facts_of(recipe: Recipe, model: PreTrainedModel) -> Facts:
 
 
 def changes(old: Facts, new: Facts, where: str) -> list[dict[str, Any]]:
-    """Settings that differ and take effect, as {"setting", "from", "to"}. `where`: what was made by `old`.
-    Documents that are not known yet pass, and weights that were not known then. Raises InPlaceTTTError naming
-    the settings that cannot change within a run.
+    """Returns the settings that differ and take effect, as {"setting", "from", "to"}.
+
+    If `new` lacks the hash of the documents, or `old` that of the weights, it is not compared.
+
+    Args:
+        old: facts of the start before.
+        new: facts of this start.
+        where: the checkpoint that was made with `old`, for the error.
+
+    Raises:
+        InPlaceTTTError: with the settings that differ and cannot change within a run.
     """
     old, new = {WEIGHTS: new.get(WEIGHTS), **old}, {DOCUMENTS: old.get(DOCUMENTS), **new}
-    # of a stream only the start is known
+    # the hash of a stream covers only its start
     by_content = _BY_CONTENT if new.get("data.streaming") else (*_BY_CONTENT, *_BY_TOKENS)
     different = list(_differing(old, new, (*NO_EFFECT, *by_content)))
     resharded = new.get("deepspeed.checkpoint.load_universal") and _rows_a_step(old) == _rows_a_step(new)
@@ -144,10 +165,18 @@ def _rows_a_step(facts: Facts) -> int:
 
 
 def refuse_other_results(old: Mapping[str, Any], recipe: Recipe, where: str) -> None:
-    """Refuse a recipe that would have trained something else than a finished run's, by its report's
-    `recipe`."""
+    """Refuses a recipe with which a finished run would have trained other weights.
+
+    Args:
+        old: `recipe` of the finished run's report.
+        recipe: the recipe of this start.
+        where: the run's output, for the error.
+
+    Raises:
+        InPlaceTTTError: with the settings that differ.
+    """
     before, now = (dict(_flat(json.loads(json.dumps(values)))) for values in (old, recipe.to_dict()))
-    length = ("training.steps", "training.tokens")  # said in steps by the caller
+    length = ("training.steps", "training.tokens")  # the caller compares the number of steps
     if different := list(_differing(before, now, (*NO_EFFECT, *length))):
         raise InPlaceTTTError(
             f"{where} holds a finished run with {_said(different)}; name another output, or start anew "

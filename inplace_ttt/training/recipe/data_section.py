@@ -1,4 +1,4 @@
-"""What a recipe says of its data."""
+"""The section `data` of a recipe."""
 
 from __future__ import annotations
 
@@ -10,17 +10,22 @@ from ...files.schema import at_least, at_most, require
 from ...texts.sources import Reading
 
 MOST = 2**31 - 1
-"""Of any number that sizes something."""
+"""Upper bound on any number that sets a size."""
 _MOST_TOKENS = 2**24
-"""Of a row."""
+"""Upper bound on the tokens of a row."""
 _MOST_STATEMENTS = 1000
-"""Of a row, each with a name or two; `tasks.facts` has some 3,300."""
+"""Upper bound on the statements of a row. Each takes one or two of some 3,300 names in `tasks.facts`."""
 
 
 @dataclass(frozen=True)
 class Recall:
-    """The synthetic recall task instead of text: key-value pairs, asked for again beyond the attention
-    window."""
+    """The synthetic recall task, in place of text: key-value pairs, and queries beyond the attention window.
+
+    Attributes:
+        pairs: key-value pairs per row.
+        vocabulary: number of token ids.
+        rows: training rows.
+    """
 
     pairs: int = 16
     vocabulary: int = 128
@@ -33,8 +38,13 @@ class Recall:
 
 @dataclass(frozen=True)
 class RepeatedPassages:
-    """Passages that stand twice: in a `fraction` of the rows, `length` tokens come again `gap` tokens later
-    in their document."""
+    """Repeated passages in training rows.
+
+    Attributes:
+        fraction: fraction of the rows with a repeated passage.
+        length: tokens of the passage.
+        gap: tokens between the passage and its copy, in the same document.
+    """
 
     fraction: float = 0.5
     length: int = 512
@@ -48,11 +58,14 @@ class RepeatedPassages:
 
 @dataclass(frozen=True)
 class SyntheticFacts:
-    """Invented facts in text: in a `fraction` of the rows `count` statements are told, and again after
-    `min_gap` tokens of text or more.
+    """Invented facts in training rows, each stated twice.
 
-    loss_on_other_tokens: such rows have a loss on the answers of the second time, and on this fraction of all
-        other tokens.
+    Attributes:
+        fraction: fraction of the rows with facts.
+        count: statements per row.
+        min_gap: smallest number of tokens of text between both copies of the statements.
+        loss_on_other_tokens: fraction of the other tokens in such rows that keep their loss. The answers of
+            the second copy always keep it.
     """
 
     fraction: float = 0.5
@@ -70,21 +83,30 @@ class SyntheticFacts:
 
 @dataclass(frozen=True)
 class Data:
-    """Documents, and how they become rows; or the synthetic `recall` task.
+    """Documents and their packing into rows, or the synthetic `recall` task.
 
-    train, validation: files, folders, glob patterns or hub names (owner/name:config@split). A text file is
-        one document.
-    weights: of the tokens, what share each entry of `train` is to have; without, every document is read once
-        a pass.
-    validation_documents: documents held out of `train` where `validation` is empty, chosen by `seed`; rows of
-        `recall`.
-    format: of the files; "auto" goes by the ending. text_field: where a record keeps its text; without,
-        "text", or
-    the tokens in "input_ids" where it has them.
-    repeated_passages, synthetic_facts: training rows in which a passage comes again, or facts are told and
-        said again, beyond the attention
-    window. Such rows teach the fast weights to recall.
-    sequence_length: tokens a row. streaming: read while training instead of tokenising once into `cache`.
+    Attributes:
+        train: files, folders, glob patterns or hub names (owner/name:config@split). A text file is one
+            document.
+        weights: share of the tokens for each entry of `train`. Without weights, every document is read once
+            per pass.
+        validation: held-out documents, given like `train`.
+        validation_documents: in place of `validation`, the number of documents to hold out of `train`. With
+            `recall`, the number of held-out rows.
+        format: format of the files; "auto" goes by each file's ending.
+        text_field: field of a record that holds its text. None takes `input_ids`, `text` or `messages`, the
+            first that a record has.
+        split: split of a dataset, unless its name gives one.
+        sequence_length: tokens per row.
+        streaming: read while training, in place of tokenizing once into `cache`.
+        shuffle: shuffle the documents.
+        seed: seed of every random choice about the data.
+        cache: folder for tokens and rows; None for that of `datasets`.
+        processes: processes that tokenize; None sets it from the size of the data.
+        recall: the recall task, in place of documents.
+        repeated_passages: repeat passages in training rows, beyond the attention window. Such rows teach the
+            fast weights to recall.
+        synthetic_facts: state invented facts twice in training rows, for the same purpose.
     """
 
     train: list[str] = field(default_factory=list)
@@ -158,5 +180,5 @@ class Data:
 
     @property
     def reading(self) -> Reading:
-        """How the sources' records are read."""
+        """The settings with which the sources' records are read."""
         return Reading(self.format, self.text_field, self.split, self.cache, "data.text_field", "data.format")

@@ -1,5 +1,7 @@
-"""What a recipe hands to DeepSpeed: nothing that the recipe says itself, and nothing that DeepSpeed refuses
-once all is prepared."""
+"""Checks a recipe's DeepSpeed settings before the run is prepared.
+
+They must agree with the recipe's own settings, and DeepSpeed must accept them.
+"""
 
 from __future__ import annotations
 
@@ -39,19 +41,25 @@ _KNOWN = (
     "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization"
 )
 KNOWN = frozenset(_KNOWN.split())
-"""Of a whole table, its keys in DeepSpeed 0.18 and 0.19."""
+"""Top-level keys of a config in DeepSpeed 0.18 and 0.19."""
 
 
 def check_deepspeed(settings: Mapping[str, Any], own: Mapping[str, tuple[str, Any]]) -> None:
-    """Raise WrongSetting where the settings are not DeepSpeed's, or others than the recipe's own.
+    """Checks DeepSpeed settings.
 
-    own: what the recipe fills in, by `key` or `table.key`: its own name for it, and the value.
+    Args:
+        settings: the recipe's DeepSpeed config.
+        own: the values that the recipe fills in. It maps `key` or `table.key` to the recipe's own name for
+            the setting and its value.
+
+    Raises:
+        WrongSetting: if a setting contradicts the recipe, or DeepSpeed refuses it.
     """
     for name in ("optimizer", "scheduler"):
         require(
             name not in settings,
             "deepspeed",
-            f"{name} would replace what the recipe says under training; leave it out",
+            f"{name} would replace the recipe's settings under training; leave it out",
         )
     for name in _TABLES:
         value = _at(settings, name, {})
@@ -82,9 +90,9 @@ def check_deepspeed(settings: Mapping[str, Any], own: Mapping[str, tuple[str, An
 
 
 def without_effect(settings: Mapping[str, Any]) -> list[str]:
-    """A warning for each key that DeepSpeed passes over."""
+    """Returns a warning for each top-level key that DeepSpeed ignores."""
     return [
-        f"deepspeed.{name} is none of DeepSpeed's settings, which passes over it; correct its name or "
+        f"deepspeed.{name} is not a setting of DeepSpeed, which ignores it; correct its name or "
         "place, or leave it out."
         for name in settings
         if name not in KNOWN
@@ -92,14 +100,14 @@ def without_effect(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _at(settings: Mapping[str, Any], name: str, default: Any) -> Any:
-    """The value of `key` or `table.key`."""
+    """Returns the value of `key` or `table.key`."""
     table, _, key = name.rpartition(".")
     held = settings.get(table) if table else settings
     return held.get(key, default) if isinstance(held, Mapping) else default
 
 
 def _said(error: Exception) -> str:
-    """By DeepSpeed, or by the classes that it is made of, which say the place apart."""
+    """Returns DeepSpeed's message. An error of pydantic also gives the place and the value."""
     if not hasattr(error, "errors"):
         return one_line(error).rstrip(".")
     first = error.errors()[0]
@@ -108,7 +116,7 @@ def _said(error: Exception) -> str:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """DeepSpeed says which accelerator it found, and more, as it is imported."""
+    """Silences DeepSpeed, which logs its accelerator and more when it is imported."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

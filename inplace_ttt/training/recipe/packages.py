@@ -1,4 +1,4 @@
-"""What a recipe needs installed, checked before anything is loaded or started."""
+"""Checks that the packages a recipe needs are installed, before anything is loaded or started."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NEEDED = ("accelerate", "datasets", "deepspeed", "peft", "yaml")
 
 
 def check_packages(recipe: Recipe) -> None:
-    """Refuse a recipe that asks for what this machine lacks, naming the setting and the package."""
+    """Raises InPlaceTTTError if a package or device that the recipe needs is missing."""
     if missing := [name for name in _NEEDED if find_spec(name) is None]:
         raise InPlaceTTTError(f"training needs {', '.join(missing)}; {how_to_install('train')}.")
     if recipe.model.load_in is not None and find_spec("bitsandbytes") is None:

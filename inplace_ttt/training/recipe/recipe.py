@@ -1,4 +1,4 @@
-"""A training run as one YAML file: its sections and what they must keep to."""
+"""A training run as one YAML file: its sections, and the checks across them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,24 @@ from .sections import Audit, Model, Monitor, Parallel, Training
 
 @dataclass(frozen=True)
 class Recipe:
-    """A run. Relative paths start at the current folder; `deepspeed` and `hostfile` at the recipe's own.
+    """The settings of one training run.
 
-    ttt: what is converted and how, with `preset` for where the rest comes from; none where `model.path` is
-        converted.
-    deepspeed: a ZeRO stage, a DeepSpeed JSON file, or its contents; what the recipe says itself is filled in.
+    Relative paths start at the current folder. Those of `deepspeed` and `hostfile` start at the recipe's
+    folder.
+
+    Attributes:
+        model: the model to train.
+        data: the documents.
+        training: parameters to train, length of the run, optimizer.
+        output: folder of the run.
+        ttt: settings of the conversion. A `preset` gives the settings that are left out. None if
+            `model.path` is converted already.
+        parallel: processes and nodes.
+        deepspeed: a ZeRO stage, a DeepSpeed JSON file, or its contents. Values that the recipe sets itself
+            are filled in.
+        monitor: logging, evaluation and checkpoints.
+        audit: the audit before the first step.
+        path: the recipe's file.
     """
 
     model: Model
@@ -73,8 +86,8 @@ class Recipe:
         require(
             self.monitor.save_steps * self.training.gradient_accumulation_steps % shared == 0,
             "monitor",
-            f"save_steps x accumulation must be a multiple of sequence_parallel = {shared}, so that a "
-            "resumed run meets the same rows",
+            f"save_steps x gradient_accumulation_steps must be a multiple of sequence_parallel_size "
+            f"{shared}, so that a resumed run reads the same rows",
         )
         for name in ("diagnose_steps", "compare_steps"):
             require(
@@ -95,7 +108,7 @@ class Recipe:
         require(
             not universal or stage in (1, 2),
             "deepspeed",
-            "checkpoint.load_universal is exact under ZeRO 1 and 2 alone; go on with the number of "
+            "checkpoint.load_universal is exact under ZeRO 1 and 2 alone; continue with the number of "
             "processes that the run had",
         )
         if not isinstance(self.deepspeed, int):
@@ -106,17 +119,19 @@ class Recipe:
             "sequence_parallel_size above 1 needs ZeRO stage 1, 2 or 3",
         )
         require(
-            shared == 1 or self.model.window is None, "model", "window does not go with sequence_parallel"
+            shared == 1 or self.model.window is None,
+            "model",
+            "window does not work with sequence_parallel_size above 1",
         )
 
     def beside(self, name: str) -> Path:
-        """A file named by the recipe, which lies beside it."""
+        """Returns the path of a file that the recipe names, relative to the recipe's folder."""
         here = Path(name)
         return here if here.is_absolute() or self.path is None else self.path.parent / here
 
     @functools.cached_property
     def deepspeed_settings(self) -> dict[str, Any]:
-        """The DeepSpeed config as written (HF's "auto" values still open)."""
+        """The DeepSpeed config as written, with transformers' "auto" values still open."""
         if isinstance(self.deepspeed, Mapping):
             return dict(self.deepspeed)
         if isinstance(self.deepspeed, int):
@@ -128,12 +143,12 @@ class Recipe:
         except OSError as error:
             raise WrongSetting("deepspeed", f"cannot read {file}: {error.strerror}") from None
         except ValueError as error:
-            raise WrongSetting("deepspeed", f"{file} is no JSON: {error}") from None
+            raise WrongSetting("deepspeed", f"{file} is not JSON: {error}") from None
         require(isinstance(values, dict), "deepspeed", f"{file} is not a JSON object")
         return values
 
     def _of_deepspeed(self) -> dict[str, tuple[str, Any]]:
-        """DeepSpeed's settings that the recipe fills in: its own name for each, and the value."""
+        """Returns the DeepSpeed settings that the recipe fills in: its own name for each, and the value."""
         o = self.training
         return {
             "train_micro_batch_size_per_gpu": ("training.batch_size", o.batch_size),
@@ -142,7 +157,7 @@ class Recipe:
                 o.gradient_accumulation_steps,
             ),
             "train_batch_size": (
-                "batch_size x accumulation x processes",
+                "batch_size x gradient_accumulation_steps x processes",
                 o.batch_size * o.gradient_accumulation_steps * self.parallel.world,
             ),
             "gradient_clipping": ("training.max_grad_norm", o.max_grad_norm),
@@ -162,7 +177,7 @@ class Recipe:
 
     @property
     def rows_per_step(self) -> int:
-        """Rows of `sequence_length` tokens that one optimiser step sees, over all devices."""
+        """Rows of `sequence_length` tokens per optimizer step, over all devices."""
         o = self.training
         return (
             o.batch_size
@@ -181,13 +196,20 @@ class Recipe:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, every default written out."""
+        """Returns plain values, with all defaults."""
         values = dataclasses.asdict(self)
         del values["path"]
         return values
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe; `overrides` are `a.b=value` with a YAML value. Raises InPlaceTTTError naming line and
-    key."""
+    """Reads a recipe.
+
+    Args:
+        path: the YAML file.
+        overrides: settings as `a.b=value`, with a YAML value.
+
+    Raises:
+        InPlaceTTTError: with the line and key of the problem.
+    """
     return read_settings(Recipe, Path(path), overrides, path=Path(path))

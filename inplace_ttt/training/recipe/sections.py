@@ -1,4 +1,4 @@
-"""The sections of a recipe, each with what goes together in it; `data` is in `data_settings`."""
+"""The sections of a recipe and the checks within each; `data` is in `data_section`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .data_section import MOST
 _MOST_LAYERS = 4096
 _HIGHEST_RANK = 4096
 _LAYERS = re.compile(r"(^|_)layers?$")
-"""Values of a model's config that count its layers: each takes time to build, even without weights."""
+"""Keys of a model's config that count its layers. Each layer takes time to build, even without weights."""
 
 
 @dataclass(frozen=True)
 class AttentionWindow:
-    """Sliding-window attention: each token sees the last `size` and its document's first `sinks`."""
+    """Sliding-window attention: each token sees the last `size` tokens and its document's first `sinks`."""
 
     size: int
     sinks: int = 4
@@ -30,14 +30,18 @@ class AttentionWindow:
 
 @dataclass(frozen=True)
 class Model:
-    """What is trained.
+    """The model to train.
 
-    path: checkpoint folder or hub id, converted already or not; or
-    config: values of a transformers config, `model_type` among them, for a model from scratch.
-    tokenizer: folder or hub id; `path` without one. overrides: values put over the model's own config (YaRN,
-        a window).
-    window: attention that sees a window, for a model whose own sees everything.
-    load_in: hold the base's linear maps in so many bits (bitsandbytes; nf4 for four), frozen.
+    Attributes:
+        path: checkpoint folder or hub id, converted already or not.
+        config: in place of `path`, values of a transformers config with `model_type`, for a model from
+            scratch.
+        tokenizer: folder or hub id; None for `path`.
+        overrides: values that replace those of the model's own config (YaRN, a window).
+        dtype: dtype of weights and gradients.
+        attn_implementation: attention of transformers.
+        window: sliding-window attention, for a model whose own attention sees everything.
+        load_in: hold the base's linear maps frozen in 4 bits (nf4) or 8 bits, by bitsandbytes.
     """
 
     path: str | None = None
@@ -80,8 +84,14 @@ class Model:
 
 @dataclass(frozen=True)
 class Lora:
-    """Low-rank adapters beside the TTT parameters (`trainable: lora`); `targets` are module names or one
-    regular expression."""
+    """Low-rank adapters, trained with the TTT parameters (`trainable: lora`).
+
+    Attributes:
+        rank: rank of each adapter.
+        alpha: scale; an update is multiplied by alpha / rank.
+        dropout: dropout probability.
+        targets: names of modules, or one regular expression.
+    """
 
     rank: int = 16
     alpha: float = 32.0
@@ -105,19 +115,38 @@ class Lora:
                 re.compile(self.targets)
             except re.error as error:
                 raise WrongSetting(
-                    "targets", f"{shown(self.targets)} is no regular expression: {error}"
+                    "targets", f"{shown(self.targets)} is not a regular expression: {error}"
                 ) from None
 
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained and how (AdamW).
+    """Parameters to train, length of the run, and optimizer (AdamW).
 
-    trainable: "all" parameters; the new ones alone ("ttt"); or the new ones and LoRA ("lora").
-    steps or tokens: length of the run. batch_size: rows per device and micro-step;
-    gradient_accumulation_steps: micro-steps per step. conv_*, proj_*: the groups of the target generator (a
-    gate of writes is in P's), whose settings default to those of the rest, except that they carry no weight
-    decay. eta_warmup_steps: η rises linearly from 0 over as many steps.
+    Attributes:
+        trainable: "all" parameters; the new ones alone ("ttt"); or the new ones and LoRA ("lora").
+        steps: length of the run in optimizer steps.
+        tokens: in place of `steps`, length of the run in tokens.
+        batch_size: rows per device and micro-step.
+        gradient_accumulation_steps: micro-steps per step.
+        learning_rate: peak learning rate.
+        weight_decay: weight decay, except for conv and P.
+        warmup_steps: steps over which the learning rate rises.
+        conv_learning_rate: learning rate of the convolution; None for `learning_rate`.
+        proj_learning_rate: learning rate of P and of a gate of writes; None for `learning_rate`.
+        conv_weight_decay: weight decay of the convolution.
+        proj_weight_decay: weight decay of P and of a gate of writes.
+        ttt_warmup_steps: warm-up steps of these two groups; None for `warmup_steps`.
+        eta_warmup_steps: steps over which η rises linearly from 0.
+        lr_scheduler: schedule after the warm-up.
+        min_lr_ratio: final learning rate as a fraction of the peak.
+        betas: AdamW's two coefficients.
+        epsilon: AdamW's epsilon.
+        max_grad_norm: upper bound on the norm of the gradient.
+        gradient_checkpointing: recompute each layer in the backward pass.
+        liger: use Liger's kernels, mainly for a loss that never holds all logits.
+        seed: seed of training.
+        lora: settings of LoRA.
     """
 
     trainable: Literal["all", "ttt", "lora"] = "all"
@@ -178,14 +207,18 @@ class Training:
 
 @dataclass(frozen=True)
 class Parallel:
-    """nproc_per_node: processes, one per device. sequence_parallel_size: ranks that share one row (Ulysses).
-        nnodes: machines.
+    """Processes and nodes of a run.
 
-    launcher: what `inplace-ttt train` starts on several nodes: DeepSpeed's, which it runs on one of them and
-        which starts those of the
-    hostfile; or torchrun, for which it runs on each of them (by srun, say) and which meets the others at
-    rdzv_endpoint, HOST:PORT of one.
-    timeout_minutes: how long a process waits for another one in a collective operation before the run ends.
+    Attributes:
+        nproc_per_node: processes on each node, one per device.
+        sequence_parallel_size: ranks that share one row (attention by Ulysses).
+        nnodes: number of nodes.
+        launcher: the launcher that `inplace-ttt train` starts on several nodes. With "deepspeed", run the
+            command on one node; DeepSpeed starts the nodes of the hostfile. With "torchrun", run it on each
+            node, for example by srun.
+        hostfile: the nodes, for DeepSpeed's launcher.
+        rdzv_endpoint: HOST:PORT of a node at which the nodes of torchrun meet.
+        timeout_minutes: time that a process waits for another in a collective operation. Then the run ends.
     """
 
     nproc_per_node: int = 1
@@ -225,17 +258,27 @@ class Parallel:
 
     @property
     def starts_itself(self) -> bool:
-        """Whether `inplace-ttt train` starts the processes, not a launcher."""
+        """True if `inplace-ttt train` starts the processes itself, without a launcher."""
         return self.nnodes == 1 and self.hostfile is None and self.launcher == "deepspeed"
 
 
 @dataclass(frozen=True)
 class Monitor:
-    """How often (in steps) things are reported: the log line, held-out loss with writes on and off, a
-    diagnosis, checkpoints.
+    """Logging, evaluation and checkpoints. The intervals are in steps.
 
-    compare_steps: held-out documents with writes on, off, and with another document's (what `evaluate` says
-        of a checkpoint).
+    Attributes:
+        logging_steps: interval of log lines.
+        eval_steps: interval of evaluations of the held-out loss with writes on and off. 0 evaluates at the
+            end alone.
+        evaluate_rows: held-out rows per evaluation.
+        diagnose_steps: interval of diagnoses; 0 for never.
+        compare_steps: interval of comparisons on held-out documents, with writes on, off, and those of
+            another document; 0 for never. `evaluate` reports the same figures.
+        save_steps: interval of checkpoints.
+        save_total_limit: number of checkpoints to keep.
+        report_to: trackers that get the log.
+        stop_write_ratio: the run stops if the writes of one document move a weight by more than this many
+            times its norm.
     """
 
     logging_steps: int = 10
@@ -267,8 +310,8 @@ class Audit:
     """The audit before the first step.
 
     Attributes:
-        profile: what the run claims to be. An undeclared deviation from it stops the run. None claims nothing:
-            deviations from the paper are reported, and only a fault stops the run.
+        profile: the method that the run claims to follow. An undeclared deviation from it stops the run. With
+            None, deviations from the paper are reported, and only a fault stops the run.
         enabled: False skips the audit.
     """
 
