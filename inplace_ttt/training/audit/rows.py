@@ -50,8 +50,8 @@ def laid_out(
 ) -> Iterator[list[Place]]:
     """Yields rows of documents one after another, as packing should make them.
 
-    A document that does not fit goes on in the next row, with positions from 0. If it starts with `begins`, the
-    next row's part starts with them too.
+    A document that does not fit goes on in the next row, with positions from 0. If it starts with `begins`,
+    the next row's part starts with them too.
 
     Args:
         documents: token ids of each document.

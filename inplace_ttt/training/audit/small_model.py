@@ -27,8 +27,9 @@ def small_model(recipe: Recipe) -> PreTrainedModel:
     """Returns a converted model on the CPU, in the recipe's dtype, with random weights.
 
     The audit measures properties of code and settings, which do not depend on the weights or their width. A
-    narrow model takes seconds and megabytes; an 8B model would take minutes and tens of gigabytes. No weights,
-    no network and no device are needed. Flash attention needs a device, so it is replaced by sdpa; eager stays.
+    narrow model takes seconds and megabytes; an 8B model would take minutes and tens of gigabytes. No
+    weights, no network and no device are needed. Flash attention needs a device, so it is replaced by sdpa;
+    eager stays.
 
     Raises:
         InPlaceTTTError: if the recipe's model config cannot be read.
