@@ -82,7 +82,7 @@ class Speed:
         return {name: float(f"{value:.4g}") for name, value in found.items()}
 
     def of_run(self) -> dict[str, float]:
-        """Returns the speed without the first step; empty if there was no other step."""
+        """Returns the speed without the first step; empty after only one step."""
         return self.since(self.first) if self.first and self.last and self.last > self.first else {}
 
 
