@@ -277,7 +277,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         ),
         (
             ["plan", "FILE", "--set", "model.config.model_type=perceptron"],
-            "is not one that transformers knows",
+            "is not one of transformers' model types",
         ),
     ],
 )

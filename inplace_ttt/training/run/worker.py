@@ -65,9 +65,7 @@ def meet(recipe: Recipe) -> Meeting:
         InPlaceTTTError: without such an environment, or with another number of processes than in the recipe.
     """
     if "RANK" not in os.environ:
-        slurm = (
-            "; srun alone does not number them as torch wants it: let it start inplace-ttt train, once per node"
-        )
+        slurm = "; srun alone does not set RANK: let it start inplace-ttt train, once per node"
         raise InPlaceTTTError(
             "this is one process of a run; start them with `inplace-ttt train`, torchrun, or DeepSpeed's "
             "launcher"
@@ -92,7 +90,7 @@ def run(recipe: Recipe, meeting: Meeting, *, resume: bool = True, audit: bool = 
         recipe: the run's recipe.
         meeting: the run's processes.
         resume: resume from the last complete checkpoint in `recipe.output`, if there is one.
-        audit: refuse to start on a deviation from the paper that the recipe does not declare.
+        audit: refuse to start if the audit finds a fault or, with a profile, an undeclared deviation.
 
     Returns:
         The report, also written to `output`/train_report.json.
@@ -283,7 +281,7 @@ def read_tokenizer(recipe: Recipe, model: PreTrainedModel) -> Any:
         model: the recipe's model, on any device.
 
     Raises:
-        InPlaceTTTError: if there is no tokenizer, or it belongs to another model.
+        InPlaceTTTError: if the tokenizer is missing, or belongs to another model.
     """
     if recipe.data.recall is not None:
         return None
