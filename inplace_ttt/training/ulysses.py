@@ -1,9 +1,9 @@
 """Requirements of DeepSpeed's Ulysses for ranks that share rows.
 
-Ranks must divide heads and chunks, and attention must see the documents. Ulysses drops the attention mask,
-which was made for a rank's own part. Plain sdpa then lets packed documents see each other, and ignores
-sliding windows. Flash attention reads documents and windows from its arguments; `sdpa_sees_documents` makes
-sdpa do so.
+Heads must divide among the ranks, each rank needs whole chunks, and attention must see the documents. Ulysses
+drops the attention mask, which was made for a rank's own part. Plain sdpa then lets packed documents see each
+other, and ignores sliding windows. Flash attention reads documents and windows from its arguments;
+`sdpa_sees_documents` makes sdpa do so.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def sharing_problems(recipe: Recipe, chunk_size: int, config: PreTrainedConfig |
         heads, kv_heads = attention_heads(config)
         if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
             found.append(
-                f"sequence_parallel {ranks} does not divide the model's {heads} attention heads and "
+                f"sequence_parallel_size {ranks} does not divide the model's {heads} attention heads and "
                 f"{kv_heads} key-value heads; "
                 "choose a number that divides both, or is a multiple of the latter."
             )

@@ -132,7 +132,7 @@ def schedule(run: Run, expected: Any) -> Outcome:
         if off > 1e-6:
             return judged(
                 False,
-                f"the rate of {group} is {off:.0%} of its peak off the {o.lr_scheduler} schedule",
+                f"the rate of {group} differs from the {o.lr_scheduler} schedule by {off:.0%} of its peak",
                 numbers,
                 1e-6,
             )

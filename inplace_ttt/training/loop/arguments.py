@@ -85,7 +85,7 @@ def _recomputing(on: bool) -> dict[str, Any]:
 def open_group(meeting: Meeting, recipe: Recipe) -> None:
     """Opens the run's process group, and registers it with DeepSpeed.
 
-    Its time-out also becomes torch's default. DeepSpeed and accelerate reduce gradients in groups of their
+    Its timeout also becomes torch's default. DeepSpeed and accelerate reduce gradients in groups of their
     own, which take that default; no argument of theirs reaches it.
     """
     import deepspeed

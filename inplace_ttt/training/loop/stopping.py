@@ -75,7 +75,7 @@ def on_signals(action: Callable[[], None]) -> Iterator[None]:
 class Stopping(TrainerCallback):
     """Saves a checkpoint at the end of the step after one of `SIGNALS`, and ends training.
 
-    All processes must stop after the same step, or the others would wait for ever in a collective. So the
+    All processes must stop after the same step, or the others would wait forever in a collective. So the
     trainer sums `asked` over all processes together with the loss, and sets `agreed`. transformers has
     `enable_jit_checkpoint`, but its processes stop whenever their own timers find the signal.
 

@@ -188,7 +188,7 @@ class FastWeightTrainer(Trainer):
 
         DeepSpeed divides the sum of gradients by a number of ranks, so each rank's part of the loss is
         multiplied by that number. For ranks that share rows, the Trainer itself would gather the losses
-        through autograd. That returns every rank's gradient once per rank: the norm becomes
+        through autograd. That returns a rank's gradient once per sharing rank: the norm becomes
         `sequence_parallel_size` times too large wherever DeepSpeed divides by less.
 
         Raises:
@@ -229,7 +229,7 @@ class FastWeightTrainer(Trainer):
             raise NotSoError(
                 f"the loss is not finite at step {step}; the weights are as before it, and the last "
                 f"checkpoint is {last or 'none'}: "
-                f"{lower if step > 1 else 'nothing has learnt yet, so look for damaged weights or bad rows, or lower eta'}."
+                f"{lower if step > 1 else 'nothing is trained yet, so look for damaged weights or bad rows, or lower eta'}."
             )
 
     def evaluate(
