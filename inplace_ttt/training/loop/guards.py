@@ -94,13 +94,12 @@ def _keeper(norms: dict[str, Tensor], name: str) -> Any:
 
 
 class FirstStep(TrainerCallback):
-    """Checks the TTT parameters after the first optimizer step.
+    """Checks conv and P of each TTT layer after the first optimizer step.
 
-    Every parameter must have received a gradient, and states must be float32. A gradient of zero is a
-    warning.
+    Both must have received a gradient, and states must be float32. If their gradients are zero, it warns.
 
     Raises:
-        InPlaceTTTError: if a parameter got no gradient, or states have a lower precision.
+        InPlaceTTTError: if conv or P got no gradient, or states have a lower precision.
     """
 
     def __init__(self, gradients: GradientTap, warnings: list[str]) -> None:
@@ -218,8 +217,8 @@ def check_beginnings(rows: Any, tokenizer: Any, warnings: list[str]) -> None:
         note(
             warnings,
             f"{odd} of the first {len(first)} rows do not begin with {said!r}, which the tokenizer puts "
-            "before every text: a model that was trained with it reads much worse without it, and writes learn to "
-            "compensate for that; put it before each part of a split text",
+            "before every text: a model that was trained with it reads much worse without it, and writes "
+            "learn to compensate for that; put it before each part of a split text",
         )
 
 
