@@ -1,4 +1,4 @@
-"""`torchrun -m inplace_ttt.training RECIPE`, or by DeepSpeed's launcher: one process of a run."""
+"""One process of a run: `torchrun -m inplace_ttt.training RECIPE`, or started by DeepSpeed's launcher."""
 
 import argparse
 import atexit
@@ -42,7 +42,7 @@ def main() -> int:
         with last_net():
             recipe = load_recipe(options.recipe, options.set)
             meeting = meet(recipe)
-        speaks = True  # from here on whoever fails first
+        speaks = True  # from here on, the process that fails first prints
         with meeting.failing_together(), last_net():
             run(recipe, meeting, resume=not options.from_scratch, audit=not options.no_audit)
     except OtherFailed as error:
@@ -55,22 +55,23 @@ def main() -> int:
 
 
 def _report(refusal: str) -> None:
-    """Hand the reason to the launcher, which prints it once all processes have ended; without one, print
-    it."""
+    """Passes the reason to the launcher, which prints it after all processes have ended, or prints it."""
     file = os.environ.get(REFUSAL)
     try:
         if file is not None and not os.path.getsize(file):
             with open(file, "w", encoding="utf-8", errors="backslashreplace") as handed:
                 handed.write(refusal)
             return
-    except OSError:  # the launcher is on another machine, or gone
+    except OSError:  # the launcher is on another machine, or has ended
         pass
     print(f"inplace-ttt train: {refusal}", file=sys.stderr)
 
 
 def _hide_bars() -> None:
-    """No progress bars of data and weights where nobody watches; the steps of the run are printed in any
-    case."""
+    """Hides the progress bars of data and weights unless stderr is a terminal.
+
+    The steps of the run are always printed.
+    """
     import datasets
     from transformers import logging as transformers_logging
 
@@ -81,8 +82,10 @@ def _hide_bars() -> None:
 
 @contextmanager
 def last_net() -> Iterator[None]:
-    """Within it any error is one sentence, as on the command line: what gets here should have been refused
-    where it was read."""
+    """Turns any error into one sentence, as on the command line.
+
+    An error that gets here should have been refused earlier, at its cause.
+    """
     try:
         yield
     except InPlaceTTTError:
@@ -92,8 +95,8 @@ def last_net() -> Iterator[None]:
             traceback.print_exc()
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
             raise InPlaceTTTError(
-                f"there is not enough memory for it ({one_line(error)}); inplace-ttt plan says what a run "
-                "takes."
+                f"there is not enough memory for it ({one_line(error)}); inplace-ttt plan prints the "
+                "memory that a run needs."
             ) from None
         if isinstance(error, OSError) and (reason := refused_by_system(error)) is not None:
             raise InPlaceTTTError(reason) from None
@@ -104,8 +107,11 @@ def last_net() -> Iterator[None]:
 
 
 def end(code: int) -> NoReturn:
-    """End this process without taking the interpreter down, where threads of a group whose other processes
-    have gone now and then abort: a run that has finished would then be reported as failed."""
+    """Ends this process without shutting the interpreter down.
+
+    During a shutdown, threads of a process group whose other processes have ended sometimes abort. A finished
+    run would then be reported as failed.
+    """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):

@@ -1,4 +1,4 @@
-"""A recipe's model: base, converted or from scratch; what of it is trained."""
+"""The model of a recipe: a base, a converted model or one from scratch, and the parameters to train."""
 
 from __future__ import annotations
 
@@ -32,12 +32,16 @@ _EXTENSION = {"factor", "original_max_position_embeddings"}
 
 
 def build_model(recipe: Recipe) -> PreTrainedModel:
-    """The model to train, converted, with `requires_grad` set; a `PeftModel` around it where the recipe says
-    lora.
+    """Builds the model to train: converted, with `requires_grad` set, in a `PeftModel` for lora.
 
-    Seeds torch with the recipe's seed, so that ranks draw the same weights. Works under transformers'
-    `HfDeepSpeedConfig` (ZeRO-3: parameters are partitioned while they load). Raises InPlaceTTTError for
-    whatever cannot be built.
+    It seeds torch with the recipe's seed, so that all ranks draw the same weights. It works under
+    transformers' `HfDeepSpeedConfig`: with ZeRO-3, parameters are partitioned while they load.
+
+    Args:
+        recipe: the run's recipe.
+
+    Raises:
+        InPlaceTTTError: if the model cannot be built.
     """
     model, path = recipe.model, recipe.model.path
     torch.manual_seed(recipe.training.seed)
@@ -50,7 +54,7 @@ def build_model(recipe: Recipe) -> PreTrainedModel:
         settings["quantization_config"] = _quantisation(model)
     try:
         if path is None:
-            if not is_deepspeed_zero3_enabled():  # there each rank holds a part, from the first tensor on
+            if not is_deepspeed_zero3_enabled():  # with ZeRO-3 each rank holds only its part
                 with torch.device("meta"):
                     parameters = sum(p.numel() for p in auto_class(config).from_config(config).parameters())
                 require_memory(parameters * settings["dtype"].itemsize, "a model of this config")
@@ -84,7 +88,10 @@ def _quantisation(model: Model) -> Any:
 
 
 def _convert(built: PreTrainedModel, ttt: InPlaceTTTConfig | None, recipe: Recipe) -> None:
-    """Convert a model that is not converted yet; refuses a recipe that splits what its target reads whole."""
+    """Converts a model that is not converted yet.
+
+    Refuses a recipe that is incompatible with target='gradient'.
+    """
     if not fast_weights(built):
         convert(built, ttt)
     if config_of(built).target == "gradient":
@@ -96,8 +103,8 @@ def _convert(built: PreTrainedModel, ttt: InPlaceTTTConfig | None, recipe: Recip
             _refuse(
                 recipe,
                 "deepspeed",
-                "with target='gradient' ranks read unequal numbers of chunks, which ZeRO-3 cannot; take "
-                "stage 2",
+                "with target='gradient' ranks read unequal numbers of chunks, which ZeRO-3 does not allow; "
+                "set stage 2",
             )
         if recipe.training.trainable == "ttt" and not config_of(built).write_gate:
             _refuse(
@@ -108,8 +115,16 @@ def _convert(built: PreTrainedModel, ttt: InPlaceTTTConfig | None, recipe: Recip
 
 
 def meta_model(recipe: Recipe) -> PreTrainedModel:
-    """`build_model` on the meta device: shapes, names and `requires_grad`; reads the config as
-    `planned_architecture` does, no weights."""
+    """Builds the model of a recipe on the meta device: shapes, names and `requires_grad`.
+
+    It reads the config as `planned_architecture` does, and no weights.
+
+    Args:
+        recipe: the run's recipe.
+
+    Raises:
+        InPlaceTTTError: if the model cannot be built.
+    """
     config, ttt = planned_architecture(recipe)
     try:
         with torch.device("meta"):
@@ -124,11 +139,16 @@ def meta_model(recipe: Recipe) -> PreTrainedModel:
 
 
 def planned_architecture(recipe: Recipe) -> tuple[PreTrainedConfig, InPlaceTTTConfig | None]:
-    """The model's config with the recipe's overrides, and the surgery still to make (None for a full
-    converted checkpoint).
+    """Returns the model's config with the recipe's overrides, and the TTT config of the conversion.
 
-    The config of a hub model is looked for beside the recipe first, as configs/OWNER--NAME.json, so that no
-    network is needed.
+    The TTT config is None for a full converted checkpoint. The config of a hub model is first looked for
+    beside the recipe, as configs/OWNER--NAME.json, so that no network is needed.
+
+    Args:
+        recipe: the run's recipe.
+
+    Raises:
+        InPlaceTTTError: if the config cannot be read, or the recipe's `ttt` does not fit the model.
     """
     return _architecture(recipe, configs=recipe.path.parent / "configs" if recipe.path else None)
 
@@ -177,7 +197,10 @@ def _architecture(
 
 
 def _read_config(recipe: Recipe, source: str, configs: Path | None) -> dict[str, Any]:
-    """config.json of a folder or hub id; of the latter, first in the folder `configs`."""
+    """Returns config.json of a folder or hub id.
+
+    For a hub id, the folder `configs` is searched first.
+    """
     if (
         configs is not None
         and not Path(source).exists()
@@ -202,7 +225,7 @@ def _read_config(recipe: Recipe, source: str, configs: Path | None) -> dict[str,
 def _build_config(recipe: Recipe, values: Mapping[str, Any], key: str) -> PreTrainedConfig:
     name = values.get("model_type")
     if not isinstance(name, str) or name not in CONFIG_MAPPING:
-        _refuse(recipe, f"model.{key}", f"model_type {name!r} is not one that transformers knows")
+        _refuse(recipe, f"model.{key}", f"model_type {name!r} is not one of transformers' model types")
     try:
         return CONFIG_MAPPING[name].from_dict(copy.deepcopy(dict(values)))
     except InPlaceTTTError:
@@ -212,7 +235,10 @@ def _build_config(recipe: Recipe, values: Mapping[str, Any], key: str) -> PreTra
 
 
 def _override(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedConfig:
-    """The config with the recipe's overrides; a table (RoPE parameters) is completed from the model's own."""
+    """Returns the config with the recipe's overrides.
+
+    A table, such as the RoPE parameters, is completed from the model's own.
+    """
     overrides = recipe.model.overrides
     if not overrides:
         return config
@@ -264,7 +290,7 @@ def _refuse_unknown(recipe: Recipe, config: PreTrainedConfig, keys: set[str], se
 
 
 def _choose_trained(model: PreTrainedModel, recipe: Recipe) -> PreTrainedModel:
-    """Set `requires_grad` as `training.trainable` says, with LoRA around the model where it says so."""
+    """Sets `requires_grad` as `training.trainable` asks, and adds LoRA if it asks for that."""
     trained = recipe.training.trainable
     if trained == "all":
         return model
@@ -277,7 +303,7 @@ def _choose_trained(model: PreTrainedModel, recipe: Recipe) -> PreTrainedModel:
 
 
 def _add_lora(model: PreTrainedModel, recipe: Recipe) -> Any:
-    """LoRA on the frozen model, with the TTT parameters trained and saved beside it."""
+    """Adds LoRA to the frozen model. The TTT parameters are trained and saved beside it."""
     try:
         from peft import LoraConfig, get_peft_model
         from peft.tuners.tuners_utils import check_target_module_exists
@@ -295,7 +321,7 @@ def _add_lora(model: PreTrainedModel, recipe: Recipe) -> Any:
     )
     names = {module: name for name, module in model.named_modules()}
     for index, layer in fast_weights(model).items():
-        # PEFT does not save a module inside one that it adapts, so the TTT parameters would be lost.
+        # PEFT does not save a module inside an adapted one, so the TTT parameters would be lost.
         if lora.targets == "all-linear" or check_target_module_exists(config, names[layer]):
             _refuse(
                 recipe,
@@ -312,10 +338,10 @@ def _add_lora(model: PreTrainedModel, recipe: Recipe) -> Any:
                 "training.lora.targets",
                 f"no module of the {model.config.model_type} is called {target}",
             )
-    # One dtype throughout: DeepSpeed keeps float32 masters, and ZeRO-3 refuses a mixture.
+    # One dtype for all: DeepSpeed keeps float32 master weights, and ZeRO-3 refuses mixed dtypes.
     adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
     for parameter in adapted.parameters():
-        if parameter.requires_grad:  # beside eight-bit weights PEFT makes them float32
+        if parameter.requires_grad:  # PEFT makes them float32 beside eight-bit weights
             parameter.data = parameter.data.to(getattr(torch, recipe.model.dtype))
     return adapted
 

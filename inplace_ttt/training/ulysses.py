@@ -1,9 +1,9 @@
-"""What DeepSpeed's Ulysses asks of ranks that share rows: heads and chunks that divide, and attention that
-sees documents.
+"""Requirements of DeepSpeed's Ulysses for ranks that share rows.
 
-It drops the attention mask, since that was made for a rank's own part; plain sdpa then lets packed documents
-see each other and forgets sliding windows. Flash attention reads both from its arguments;
-`sdpa_sees_documents` does it for sdpa.
+Heads must divide among the ranks, each rank needs whole chunks, and attention must see the documents. Ulysses
+drops the attention mask, which was made for a rank's own part. Plain sdpa then lets packed documents see each
+other, and ignores sliding windows. Flash attention reads documents and windows from its arguments;
+`sdpa_sees_documents` makes sdpa do so.
 """
 
 from __future__ import annotations
@@ -23,8 +23,13 @@ from .recipe.recipe import Recipe
 
 
 def sharing_problems(recipe: Recipe, chunk_size: int, config: PreTrainedConfig | None = None) -> list[str]:
-    """A sentence for each thing that keeps a recipe's ranks from sharing rows; `config`, the model's, adds
-    its heads to what is checked."""
+    """Returns a sentence for each obstacle to ranks that share rows.
+
+    Args:
+        recipe: the run's recipe.
+        chunk_size: tokens per chunk.
+        config: the model's config; without it the attention heads are not checked.
+    """
     length, ranks, found = recipe.data.sequence_length, recipe.parallel.sequence_parallel_size, []
     if ranks == 1:
         return []
@@ -32,7 +37,7 @@ def sharing_problems(recipe: Recipe, chunk_size: int, config: PreTrainedConfig |
         heads, kv_heads = attention_heads(config)
         if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
             found.append(
-                f"sequence_parallel {ranks} does not divide the model's {heads} attention heads and "
+                f"sequence_parallel_size {ranks} does not divide the model's {heads} attention heads and "
                 f"{kv_heads} key-value heads; "
                 "choose a number that divides both, or is a multiple of the latter."
             )
@@ -49,27 +54,26 @@ def sharing_problems(recipe: Recipe, chunk_size: int, config: PreTrainedConfig |
         )
     if recipe.model.attn_implementation == "flash_attention_2" and recipe.training.batch_size > 1:
         found.append(
-            f"Of {recipe.training.batch_size} rows at a time that ranks share, flash attention would not "
-            "see the documents; set "
-            "training.batch_size to 1 and raise accumulation."
+            f"With {recipe.training.batch_size} rows at a time that ranks share, flash attention would not "
+            "see the documents; set training.batch_size to 1 and raise training.gradient_accumulation_steps."
         )
     return found
 
 
 def check_sharing(recipe: Recipe, chunk_size: int, config: PreTrainedConfig | None = None) -> None:
+    """Raises InPlaceTTTError with the first of `sharing_problems`."""
     for problem in sharing_problems(recipe, chunk_size, config):
         raise InPlaceTTTError(problem)
 
 
 def attention_heads(config: PreTrainedConfig) -> tuple[int, int]:
-    """A text model's heads of queries, and of keys and values."""
+    """Returns a text model's number of query heads and of key-value heads."""
     text = config.get_text_config()
     return text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads
 
 
 def sdpa_sees_documents() -> None:
-    """Register over transformers' "sdpa" one that makes its own mask from position_ids where it is given
-    none."""
+    """Replaces transformers' "sdpa" attention by one that makes a missing mask from position_ids."""
 
     def forward(
         module: nn.Module,
@@ -93,8 +97,10 @@ def sdpa_sees_documents() -> None:
 
 
 def ulysses_in_evaluation() -> None:
-    """Let ranks share rows in evaluation as in training; accelerate turns that off, for loaders that give
-    each rank rows of its own."""
+    """Lets ranks share rows in evaluation as in training.
+
+    accelerate turns this off, for loaders that give each rank rows of its own.
+    """
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
     init = UlyssesSPAttentionHF.__init__
@@ -107,8 +113,17 @@ def ulysses_in_evaluation() -> None:
 
 
 def document_mask(positions: Tensor, window: int | None) -> Tensor | None:
-    """Which keys [B, 1, T, T] each query sees: its own document's, not later, within the window; None where
-    plain causal does."""
+    """Returns the keys that each query sees, bool [B, 1, T, T].
+
+    These are keys of its own document, not later than the query, and within the window.
+
+    Args:
+        positions: position_ids [B, T].
+        window: tokens that attention sees, or None.
+
+    Returns:
+        The mask, None if causal attention suffices.
+    """
     starts = document_starts(positions)
     length = positions.shape[1]
     if not starts[:, 1:].any() and (window is None or window >= length):

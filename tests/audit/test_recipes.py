@@ -169,7 +169,7 @@ def test_what_the_optimiser_leaves_out_is_a_deviation(
     assert (
         found.verdict == "deviates"
         and "ttt" in found.outcome.found
-        and "proj is not optimised" in found.outcome.found
+        and "proj is not optimized" in found.outcome.found
     )
 
 

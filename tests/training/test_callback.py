@@ -260,11 +260,11 @@ def test_what_cannot_be_attached_to_is_refused(tmp_path: Path) -> None:
     given = Trainer(
         model, trainer(tmp_path).args, optimizers=(torch.optim.SGD(model.parameters(), 1e-3), None)
     )
-    with pytest.raises(InPlaceTTTError, match="the trainer was given an optimiser"):
+    with pytest.raises(InPlaceTTTError, match="the trainer was given an optimizer"):
         InPlaceTTTCallback().attach(given)
     run = trainer(tmp_path)
     InPlaceTTTCallback().attach(run)
-    with pytest.raises(InPlaceTTTError, match="the trainer was given an optimiser"):
+    with pytest.raises(InPlaceTTTError, match="the trainer was given an optimizer"):
         InPlaceTTTCallback().attach(run)
     for layer in fast_weights(model).values():
         layer.ttt.requires_grad_(False)

@@ -308,7 +308,7 @@ def test_what_lora_stands_on_cannot_change_within_a_run(saved: dict[str, Path], 
         (
             ["model.config.model_type=perceptron"],
             {},
-            "model.config: model_type 'perceptron' is not one that transformers knows",
+            "model.config: model_type 'perceptron' is not one of transformers' model types",
         ),
         (["model.config.model_type=vit"], {}, "the config of a vit has no such value"),
         (["model.overrides.widow=3"], {}, "model.overrides.widow: the config of a mistral has no such value"),

@@ -90,7 +90,7 @@ def test_attention_counts_the_window(tmp_path: Path) -> None:
         (["training.eta_warmup_steps=5"], "The warm-up training.eta_warmup_steps of 5 steps"),
         (
             ["parallel.nproc_per_node=8", "parallel.sequence_parallel_size=8", "monitor.save_steps=8"],
-            "sequence_parallel 8 does not divide the model's 4 attention heads",
+            "sequence_parallel_size 8 does not divide the model's 4 attention heads",
         ),
         (
             [
@@ -99,7 +99,7 @@ def test_attention_counts_the_window(tmp_path: Path) -> None:
                 "data.sequence_length=48",
                 "monitor.save_steps=3",
             ],
-            "sequence_parallel 3 does not divide the model's 4 attention heads and 2 key-value heads",
+            "sequence_parallel_size 3 does not divide the model's 4 attention heads and 2 key-value heads",
         ),
         (
             ["parallel.nproc_per_node=2", "parallel.sequence_parallel_size=2", "data.sequence_length=80"],
@@ -277,7 +277,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         ),
         (
             ["plan", "FILE", "--set", "model.config.model_type=perceptron"],
-            "is not one that transformers knows",
+            "is not one of transformers' model types",
         ),
     ],
 )

@@ -174,5 +174,5 @@ def test_srun_alone_is_told_what_to_do(tmp_path: Path, monkeypatch: pytest.Monke
     recipe = load_recipe(recipe_file(tmp_path, tmp_path / "model", tmp_path / "text"))
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setenv("SLURM_PROCID", "3")
-    with pytest.raises(InPlaceTTTError, match="let it start inplace-ttt train, once a node"):
+    with pytest.raises(InPlaceTTTError, match="let it start inplace-ttt train, once per node"):
         meet(recipe)

@@ -28,7 +28,7 @@ def test_heads_that_ranks_cannot_share(ranks: int, tmp_path: Path) -> None:
         return
     with pytest.raises(
         InPlaceTTTError,
-        match=f"sequence_parallel {ranks} does not divide the model's 12 attention heads and 4 key-value",
+        match=f"sequence_parallel_size {ranks} does not divide the model's 12 attention heads and 4 key-value",
     ):
         check_sharing(shared_by(ranks, tmp_path), 16, config)
 

@@ -1,4 +1,4 @@
-"""The audit of a training run: its recipe's own items, and the gate before the first step.
+"""The audit of a training run: the items of its recipe, and the gate before the first step.
 
 report = audit_recipe("run.yaml")
 """

@@ -1,4 +1,4 @@
-"""The audit of a training run: its model and its recipe; the gate before the first step."""
+"""The audit of a training run (its model and its recipe), and the gate before the first step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .probes import Run, measured_data
 from .small_model import small_model
 
 REPORT = "audit"
-"""Name, without ending, of what the gate writes into the run's output folder."""
+"""Name, without ending, of the report's files in the run's output folder."""
 
 
 def audit_recipe(
@@ -31,10 +31,19 @@ def audit_recipe(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Report:
-    """Audit a recipe: its method on a narrow model of the same kind (`small_model`), and what it sets, its
-    data too where that is here.
+    """Audits a recipe: its method on a narrow model of the same kind (`small_model`), and its settings.
 
-    data: the run's rows, where they were built already. profile: the recipe's own, without one.
+    The data is audited too if it is on this machine.
+
+    Args:
+        recipe: a recipe or its file.
+        data: the run's rows, if they are built already.
+        profile: the reference to compare with; the default is the recipe's own, then "paper".
+        seed: of the probes' inputs.
+        progress: called before each item.
+
+    Raises:
+        InPlaceTTTError: if the recipe cannot be read, or its model cannot be built.
     """
     if not isinstance(recipe, Recipe):
         recipe = load_recipe(recipe)
@@ -53,17 +62,27 @@ def audit_recipe(
 def gate(
     model: nn.Module, recipe: Recipe, *, data: TrainingData | None = None, progress: Progress | None = None
 ) -> Report:
-    """The audit of a model in memory and the recipe that trains it, held against `recipe.audit`.
+    """Audits a model in memory and the recipe that trains it, with the deviations that the recipe declares.
 
-    data: the run's rows, where they are known. The caller decides what an undeclared deviation means;
-        `write_report` puts the
-    report beside the run.
+    An undeclared deviation raises nothing here: the caller decides.
+
+    Args:
+        model: the model to train.
+        data: the run's rows, if they are built; without them the items about data are not checked.
+        progress: called before each item.
     """
     return _audit(model, Run(recipe, model, data), recipe.audit.profile or "paper", 0, progress)
 
 
 def write_report(report: Report, output: str | Path) -> Path:
-    """Write the report as audit.html, audit.md and audit.json into a run's folder; gives the page."""
+    """Writes the report as audit.html, audit.md and audit.json into a run's folder.
+
+    Returns:
+        The path of the HTML page.
+
+    Raises:
+        InPlaceTTTError: if the folder cannot be written.
+    """
     folder = Path(output)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -79,7 +98,7 @@ def write_report(report: Report, output: str | Path) -> Path:
 
 
 def audited(output: str | Path) -> dict[str, Any] | None:
-    """What `write_report` left in a run's folder, as `Report.to_dict`; None where no audit was held."""
+    """Returns the report in a run's folder, as `Report.to_dict`; None if the run was not audited."""
     file = Path(output) / f"{REPORT}.json"
     return read_json(file, "the audit's report") if file.exists() else None
 

@@ -1,5 +1,7 @@
-"""What a training recipe sets, against the paper's runs; what is trained and what documents are like are
-measured."""
+"""Compares a training recipe with the paper's runs.
+
+The trained parameters and the lengths of documents are measured, not taken from the settings.
+"""
 
 from __future__ import annotations
 
@@ -24,19 +26,27 @@ from ..recipe.recipe import Recipe
 from .rows import read_rows
 
 _NEAR = 0.2
-"""How far a token budget may be from the paper's "about"."""
+"""Allowed relative difference from a token budget, which the paper gives as "about"."""
 _GROUPS = ("conv", "proj", "matrices", "vectors")
 _REACHED = 0.5
-"""Of a rate or η, what a run must come to at some step; below it the setting says another thing than the run
-does."""
+"""Least fraction of a rate or of η that a run must reach at some step.
+
+Below it the run never uses the value that is set.
+"""
 _STILL = 0.02 * 2.0**-24
-"""Half a unit in the last place of a float32 of P's start, 0.02: what Adam's steps must add up to for
-anything to move."""
+"""Half a unit in the last place of 0.02, P's start, as a float32.
+
+Adam's steps must add up to more, or the stored value does not change.
+"""
 
 
 @dataclass
 class Run:
-    """A recipe, its model, and its rows where they are here."""
+    """A recipe, its model, and its rows if they could be built.
+
+    Attributes:
+        why_no_data: the reason if `data` is None.
+    """
 
     recipe: Recipe
     model: nn.Module
@@ -49,7 +59,7 @@ class Run:
 
 
 def trained_parameters(run: Run, expected: Any) -> Outcome:
-    """Parameters that require a gradient."""
+    """Counts the parameters that require a gradient."""
     counts = [(p.numel() or int(getattr(p, "ds_numel", 0)), p.requires_grad) for p in run.model.parameters()]
     total, trained = sum(n for n, _ in counts), sum(n for n, on in counts if on)
     generators = sum(p.numel() for layer in fast_weights(run.model).values() for p in layer.ttt.parameters())
@@ -64,7 +74,7 @@ def trained_parameters(run: Run, expected: Any) -> Outcome:
 
 
 def learning_rate(run: Run, expected: Any) -> Outcome:
-    """The recipe's rates."""
+    """Compares the recipe's rates with the paper's, and with the step that float32 can store."""
     o = run.recipe.training
     continual, scratch = expected
     wanted = scratch if run.from_scratch else (continual,)
@@ -82,7 +92,7 @@ def learning_rate(run: Run, expected: Any) -> Outcome:
             f"{paths[still[0]]:.1g} at most"
         )
         return judged(
-            False, f"{found}, which a float32 beside 0.02 does not hold", {**rates, "paths": paths}, _STILL
+            False, f"{found}, too little to change 0.02 in float32", {**rates, "paths": paths}, _STILL
         )
     if not any(abs(o.learning_rate / w - 1) < 1e-6 for w in wanted):
         return judged(False, text, {**rates, "expected": list(wanted)}, 0)
@@ -92,7 +102,7 @@ def learning_rate(run: Run, expected: Any) -> Outcome:
 
 
 def weight_decay(run: Run, expected: Any) -> Outcome:
-    """The recipe's decays; for conv and P a choice."""
+    """Compares the decay of matrices with the paper's; the decay of conv and P is a choice."""
     o = run.recipe.training
     numbers = {"matrices": o.weight_decay, "conv": o.conv_weight_decay, "P": o.proj_weight_decay}
     return judged(
@@ -104,7 +114,7 @@ def weight_decay(run: Run, expected: Any) -> Outcome:
 
 
 def schedule(run: Run, expected: Any) -> Outcome:
-    """Shape, warm-up, end."""
+    """Checks the learning-rate factors, η's warm-up, and that a run reaches the values that are set."""
     o = run.recipe.training
     numbers = {
         "warm-up steps": o.warmup_steps,
@@ -122,7 +132,7 @@ def schedule(run: Run, expected: Any) -> Outcome:
         if off > 1e-6:
             return judged(
                 False,
-                f"the rate of {group} is {off:.0%} of its peak off the {o.lr_scheduler} schedule",
+                f"the rate of {group} differs from the {o.lr_scheduler} schedule by {off:.0%} of its peak",
                 numbers,
                 1e-6,
             )
@@ -133,7 +143,7 @@ def schedule(run: Run, expected: Any) -> Outcome:
     }
     low = min(highest, key=lambda group: highest[group])
     if highest[low] < _REACHED:
-        found = f"in its {run.recipe.steps} steps {low} comes to {highest[low]:.2g} of what is set for it"
+        found = f"in its {run.recipe.steps} steps {low} reaches {highest[low]:.2g} of its setting"
         return judged(False, found, {**numbers, "highest": highest}, _REACHED)
     return Outcome(
         "unspecified", text + (f", η over {o.eta_warmup_steps}" if o.eta_warmup_steps else ""), numbers
@@ -141,7 +151,7 @@ def schedule(run: Run, expected: Any) -> Outcome:
 
 
 def _declared_factors(run: Run, group: str) -> list[float]:
-    """Linear warm-up, then the recipe's decay: the factor of each step."""
+    """Returns the factor of each step: linear warm-up, then the recipe's decay."""
     o, steps = run.recipe.training, run.recipe.steps
     warmup = (
         o.warmup_steps if group not in ("conv", "proj") or o.ttt_warmup_steps is None else o.ttt_warmup_steps
@@ -158,8 +168,7 @@ def _declared_factors(run: Run, group: str) -> list[float]:
 
 
 def _eta_warmup(run: Run) -> str:
-    """What the warm-up of η makes of it otherwise than a line from 0 to its own; empty where that is what it
-    does."""
+    """Returns the first step at which η is off its linear warm-up, as a clause; "" if there is none."""
     warmup, layers = run.recipe.training.eta_warmup_steps, fast_weights(run.model)
     own = {index: layer.eta for index, layer in layers.items()}
     callback = EtaWarmup(warmup)
@@ -170,8 +179,8 @@ def _eta_warmup(run: Run) -> str:
                 wanted = own[index] * min(1.0, (step + 1) / (warmup + 1))
                 if abs(layer.eta - wanted) > 1e-6 * abs(own[index]):
                     return (
-                        f"at step {step} of its warm-up layer {index} writes with η {layer.eta:g} in "
-                        f"place of {wanted:g}"
+                        f"at step {step} of its warm-up layer {index} writes with η {layer.eta:g} instead "
+                        f"of {wanted:g}"
                     )
     finally:
         for index, layer in layers.items():
@@ -180,7 +189,7 @@ def _eta_warmup(run: Run) -> str:
 
 
 def optimiser(run: Run, expected: Any) -> Outcome:
-    """AdamW's settings."""
+    """Checks that AdamW has every trained parameter once, with the recipe's rate and decay."""
     o = run.recipe.training
     text = f"AdamW {tuple(o.betas)}, gradient clipping {o.max_grad_norm:g}"
     numbers = {"betas": o.betas, "epsilon": o.epsilon, "gradient clipping": o.max_grad_norm}
@@ -190,7 +199,7 @@ def optimiser(run: Run, expected: Any) -> Outcome:
 
 
 def _wrongly_grouped(run: Run) -> list[str]:
-    """Parameters that the optimiser does not have as the recipe says: once each, with their own rate."""
+    """Returns a clause for each parameter that is missing in the optimizer or has a wrong rate or decay."""
     o, model = run.recipe.training, run.model
     try:
         groups = parameters.parameter_groups(model, o)
@@ -213,7 +222,7 @@ def _wrongly_grouped(run: Run) -> list[str]:
             rest = (o.learning_rate, o.weight_decay if parameters.dimensions(parameter) > 1 else 0.0)
             found = known.get(id(parameter), [])
             if not parameter.requires_grad or not found:
-                wrong.append(f"{name} is not optimised")
+                wrong.append(f"{name} is not optimized")
             elif found != [wanted.get(kind, rest)]:
                 wrong.append(
                     f"{name} has rate and decay {', '.join(f'{rate:g}, {decay:g}' for rate, decay in found)}"
@@ -230,7 +239,7 @@ def _generator(layer: FastWeight) -> dict[str, nn.Parameter]:
 
 
 def token_budget(run: Run, expected: Any) -> Outcome:
-    """Steps times rows times length."""
+    """Compares steps x rows per step x tokens per row with the paper's budget."""
     recipe = run.recipe
     length = recipe.data.sequence_length
     tokens = recipe.steps * recipe.rows_per_step * length
@@ -242,7 +251,7 @@ def token_budget(run: Run, expected: Any) -> Outcome:
         "tokens": tokens,
         "expected": wanted,
         "steps": recipe.steps,
-        "rows a step": recipe.rows_per_step,
+        "rows per step": recipe.rows_per_step,
     }
     return judged(
         abs(tokens / wanted - 1) <= _NEAR,
@@ -253,18 +262,18 @@ def token_budget(run: Run, expected: Any) -> Outcome:
 
 
 def stages(run: Run, expected: Any) -> Outcome:
-    """Tokens a row."""
+    """Compares the length of the rows with the paper's stages."""
     length = run.recipe.data.sequence_length
     return judged(
         length in expected,
-        f"{length:,} tokens a row",
-        {"tokens a row": length, "expected": list(expected)},
+        f"{length:,} tokens per row",
+        {"tokens per row": length, "expected": list(expected)},
         0,
     )
 
 
 def yarn(run: Run, expected: Any) -> Outcome:
-    """The model's RoPE, and whether this stage should extend it."""
+    """Compares the model's RoPE with the RoPE of this stage."""
     config = getattr(run.model, "config", None)
     text_config = config.get_text_config() if config is not None else None
     rope = dict(getattr(text_config, "rope_parameters", None) or {})
@@ -272,38 +281,42 @@ def yarn(run: Run, expected: Any) -> Outcome:
     length = run.recipe.data.sequence_length
     extended = kind == "yarn"
     wanted = expected is not None and length >= expected
-    found = f"{kind}" + (f", factor {factor:g}" if factor else "") + f" at {length:,} tokens a row"
+    found = f"{kind}" + (f", factor {factor:g}" if factor else "") + f" at {length:,} tokens per row"
     return judged(
         extended == wanted, found, {"rope_type": kind, "factor": factor, "yarn expected": wanted}, 0
     )
 
 
 def long_documents(run: Run, expected: Any) -> Outcome:
-    """Share of the run's tokens in pieces of documents longer than a chunk."""
+    """Measures the share of the run's tokens in pieces of documents longer than a chunk."""
     if run.data is None:
         raise NotChecked(run.why_no_data)
     report = run.data.report
     share = report.long_share
-    numbers = {"share of tokens": share, "tokens": report.tokens, "chunks a piece": report.chunks_per_piece}
+    numbers = {"share of tokens": share, "tokens": report.tokens, "chunks per piece": report.chunks_per_piece}
     if share == 0:
         return judged(False, "no document is longer than a chunk: nothing can train conv and P", numbers, 0)
     return Outcome("unspecified", f"{share:.1%} of the tokens", numbers)
 
 
 def data_rows(run: Run, expected: Any) -> Outcome:
-    """The first rows against their documents."""
+    """Compares the first rows with their documents."""
     if run.data is None:
         raise NotChecked(run.why_no_data)
     return read_rows(run.recipe, run.data)
 
 
 def measured_data(recipe: Recipe, chunk_size: int) -> tuple[TrainingData | None, str]:
-    """The recipe's rows where its data is here, or None and why not."""
+    """Builds the recipe's rows if its data is on this machine.
+
+    Returns:
+        The rows and "", or None and the reason.
+    """
     missing = [
         name for name in recipe.data.train if not (Path(name).exists() or glob.glob(name, recursive=True))
     ]
     if missing:
-        return None, f"the documents are not here ({missing[0]})"
+        return None, f"the documents are not on this machine ({missing[0]})"
     try:
         tokenizer = (
             AutoTokenizer.from_pretrained(recipe.model.tokenizer_path) if recipe.data.recall is None else None

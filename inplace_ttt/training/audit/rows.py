@@ -1,5 +1,7 @@
-"""The first rows of a run against what its documents say: laid out token by token, by nothing that packing
-uses."""
+"""Compares the first rows of a run with their documents.
+
+The expected rows are laid out here token by token, with none of the code that packing uses.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +21,24 @@ from ..loop import batches
 from ..recipe.recipe import Recipe
 
 _ROWS, _TOKENS = 32, 1 << 17
-"""How many rows are read: so many, or fewer where they are long, but two at least."""
+"""Limits on the rows that are read; at least two are."""
 
 _FEW = 512
-"""Rows at most, of which the order is looked at."""
-_OTHER = "other tokens than the documents'"
-_POSITIONS = "positions that do not begin with each document"
-_MISSING = "tokens of a document that nothing is to predict"
-_FOREIGN = "labels that are not the document's next token"
+"""The order of rows is checked only for data of at most so many rows."""
+_OTHER = "tokens that differ from the documents"
+_POSITIONS = "positions that do not start at 0 with each document"
+_MISSING = "tokens of a document without a label"
+_FOREIGN = "labels that differ from the document's next token"
 
 
 class Place(NamedTuple):
-    """What stands at one place of a row. token: None in padding. label: as rows have it, not shifted."""
+    """The expected content of one place in a row.
+
+    Attributes:
+        token: token id, None in padding.
+        position: position in the document.
+        label: target as in rows, not shifted.
+    """
 
     token: int | None
     position: int
@@ -40,8 +48,17 @@ class Place(NamedTuple):
 def laid_out(
     documents: Iterable[Sequence[int]], length: int, align: int, begins: Sequence[int] = ()
 ) -> Iterator[list[Place]]:
-    """Rows of documents one after another, each from a multiple of `align` on; a document starts anew in each
-    row that it reaches, one that begins with the special tokens that begin a text with them too."""
+    """Yields rows of documents one after another, as packing should make them.
+
+    A document that does not fit goes on in the next row, with positions from 0. If it starts with `begins`,
+    the next row's part starts with them too.
+
+    Args:
+        documents: token ids of each document.
+        length: places per row.
+        align: every document starts at a multiple of this place.
+        begins: special tokens that begin every text.
+    """
     row: list[Place] = []
     for tokens in documents:
         row += [_padding(i) for i in range(-len(row) % align)]
@@ -65,22 +82,24 @@ def _padding(position: int) -> Place:
 
 
 def read_rows(recipe: Recipe, data: TrainingData) -> Outcome:
-    """Tokens, positions and labels of the first rows, by themselves, as a batch, in the order of the run, and
-    held out."""
+    """Compares tokens, positions and labels of the first rows with the documents.
+
+    The rows are read one by one, as a batch, in the order of the run, and from the held-out data.
+    """
     length = recipe.data.sequence_length
     count = max(2, min(_ROWS, _TOKENS // length))
     rows = list(islice(iter(data.train), count))
     off = _off(rows, list(islice(laid_out(data.documents(), length, data.align, data.begins), count)))
-    if recipe.data.recall is not None:  # the task asks for some of its tokens only
+    if recipe.data.recall is not None:  # in this task only some tokens are targets
         del off[_MISSING]
     unlike = _unlike(rows[:2]) or _unlike(rows[-3:])
     numbers: dict[str, Any] = {
         "rows": len(rows),
         "share of places with": off,
-        "not its rows' in a batch": unlike,
+        "different in a batch": unlike,
     }
     if unlike:
-        return judged(False, f"a batch of two rows has not their {' and '.join(unlike)}", numbers, 0)
+        return judged(False, f"a batch of two rows differs from them in {' and '.join(unlike)}", numbers, 0)
     if strange := _in_another_order(recipe, data) or _held_out_otherwise(recipe, data):
         return judged(False, strange, numbers, 0)
     worst = max(off, key=lambda what: off[what])
@@ -90,21 +109,23 @@ def read_rows(recipe: Recipe, data: TrainingData) -> Outcome:
         )
     return judged(
         True,
-        f"the first {len(rows)} rows say what their documents do, and a batch what its rows do",
+        f"the first {len(rows)} rows match their documents, and a batch matches its rows",
         numbers,
         0,
     )
 
 
 def _in_another_order(recipe: Recipe, data: TrainingData) -> str:
-    """What of the rows that the first steps read is not one of the run's rows each time another; empty where
-    all is."""
+    """Returns a clause if the first steps read a wrong row or repeat one too early, "" otherwise.
+
+    A stream, and data of more than `_FEW` rows, are not checked.
+    """
     if isinstance(data.train, RowStream) or not len(data.train) or len(data.train) > _FEW:
         return ""
     known = Counter(map(_key, data.train))
     met = Counter(map(_key, islice(iter(rows_to_come(data.train, recipe)), len(data.train))))
     if not met.keys() <= known.keys():
-        return "a step reads a row that is none of the run's"
+        return "a step reads a row that is not in the run's data"
     epochs = -(-met.total() // len(data.train))
     return (
         ""
@@ -114,8 +135,7 @@ def _in_another_order(recipe: Recipe, data: TrainingData) -> str:
 
 
 def _held_out_otherwise(recipe: Recipe, data: TrainingData) -> str:
-    """What of the first held-out batch is not its rows', each token's label the next one; empty where all
-    is."""
+    """Returns a clause if the first held-out batch differs from its rows, "" otherwise."""
     if data.validation is None or not len(data.validation) or recipe.parallel.sequence_parallel_size > 1:
         return ""
     batch = next(batches.held_out_batches(data.validation, recipe, 0))
@@ -128,7 +148,7 @@ def _held_out_otherwise(recipe: Recipe, data: TrainingData) -> str:
         }
         for name, values in wanted.items():
             if batch[name][number].tolist() != list(values):
-                return f"a held-out batch has not its rows' {name}"
+                return f"a held-out batch differs from its rows in {name}"
     return ""
 
 
@@ -137,7 +157,7 @@ def _key(row: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _unlike(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """What of the rows their batch has not."""
+    """Returns the names of tensors in which a batch differs from its rows."""
     batch = batches.collate(rows)
     right = {
         name: torch.stack([torch.as_tensor(row[name], dtype=torch.int64) for row in rows]) for name in rows[0]
@@ -148,7 +168,7 @@ def _unlike(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _off(rows: Sequence[dict[str, Any]], wanted: Sequence[list[Place]]) -> dict[str, float]:
-    """By what is wrong, the share of places at which it is."""
+    """Returns the share of wrong places for each kind of error."""
     wrong = dict.fromkeys((_OTHER, _POSITIONS, _MISSING, _FOREIGN), 0)
     places = 0
     for row, expected in zip(rows, wanted, strict=False):

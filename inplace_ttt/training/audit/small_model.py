@@ -1,4 +1,4 @@
-"""The model that stands for a recipe's in the audit: the same in kind, settings and depth, and narrow."""
+"""A narrow model that replaces a recipe's model in the audit: same kind, settings and depth."""
 
 from __future__ import annotations
 
@@ -24,12 +24,15 @@ _LEAST_WIDTH, _VOCABULARY, _CALIBRATION_TOKENS = 64, 1024, 512
 
 
 def small_model(recipe: Recipe) -> PreTrainedModel:
-    """A converted model on the CPU, in the recipe's dtype, with random weights of a model of the recipe's
-    kind.
+    """Returns a converted model on the CPU, in the recipe's dtype, with random weights.
 
-    What the audit measures follows from the code and the settings, not from the weights or their width. So it
-    takes seconds and megabytes where an 8B model takes minutes and tens of gigabytes, and needs no weights,
-    no network and no device. Flash attention, which needs one, gives way to sdpa; eager stays.
+    The audit measures properties of code and settings, which do not depend on the weights or their width. A
+    narrow model takes seconds and megabytes; an 8B model would take minutes and tens of gigabytes. No
+    weights, no network and no device are needed. Flash attention needs a device, so it is replaced by sdpa;
+    eager stays.
+
+    Raises:
+        InPlaceTTTError: if the recipe's model config cannot be read.
     """
     config, ttt = planned_architecture(recipe)
     ttt = ttt or InPlaceTTTConfig.from_dict(config.inplace_ttt["config"])
@@ -55,8 +58,10 @@ def small_model(recipe: Recipe) -> PreTrainedModel:
 
 
 def _narrowed(config: PreTrainedConfig) -> tuple[PreTrainedConfig, int]:
-    """The config with every width divided by the same number, and the number: heads keep their size, groups
-    of them too."""
+    """Returns the config with every width divided by the same number, and that number.
+
+    The size of a head and the number of query heads per key-value head stay.
+    """
     config = copy.deepcopy(config)
     text = config.get_text_config()
     widths = {name: value for name in _WIDTHS if isinstance(value := getattr(text, name, None), int)}
@@ -75,7 +80,7 @@ def _narrowed(config: PreTrainedConfig) -> tuple[PreTrainedConfig, int]:
 
 
 def _narrowed_ttt(ttt: InPlaceTTTConfig, factor: int) -> InPlaceTTTConfig:
-    """The rank of whitening is one of the widths, or a share of one."""
+    """Divides the rank of whitening, which is one of the widths, unless it is a fraction of one."""
     if ttt.whitening is None or not isinstance(ttt.whitening.rank, int):
         return ttt
     return dataclasses.replace(

@@ -1,1 +1,1 @@
-"""The steps of a run: the Trainer, its guards, its log, its checkpoints."""
+"""The steps of a run: the Trainer, its guards, its log and its checkpoints."""

@@ -1,4 +1,4 @@
-"""A recipe's settings as transformers and DeepSpeed take them."""
+"""Translates a recipe's settings for transformers and DeepSpeed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,15 @@ from .meeting import Meeting
 
 
 def training_arguments(recipe: Recipe, one_disk: bool = True) -> TrainingArguments:
-    """The Trainer's arguments, once the process group is open; made before the model, so that ZeRO-3
-    partitions it while it loads.
+    """Returns the Trainer's arguments.
 
-    one_disk: all processes see one output; else each node keeps what its own processes need to go on.
+    Call it after the process group is open, and before the model is built: ZeRO-3 then partitions the model
+    while it loads.
+
+    Args:
+        recipe: the run's recipe.
+        one_disk: all processes see the same output; otherwise each node saves the files that its own
+            processes need to resume.
     """
     from accelerate import ParallelismConfig
     from accelerate.utils import DeepSpeedSequenceParallelConfig
@@ -58,7 +63,7 @@ def training_arguments(recipe: Recipe, one_disk: bool = True) -> TrainingArgumen
         save_strategy="steps",
         save_steps=m.save_steps,
         save_total_limit=None,  # the trainer's own rotation waits until a checkpoint is complete
-        ignore_data_skip=True,  # the rows start where the run stopped
+        ignore_data_skip=True,  # a resumed run's rows start at its checkpoint
         remove_unused_columns=False,
         label_names=["labels"],
         ddp_timeout=round(60 * recipe.parallel.timeout_minutes),
@@ -68,7 +73,7 @@ def training_arguments(recipe: Recipe, one_disk: bool = True) -> TrainingArgumen
 
 
 def _recomputing(on: bool) -> dict[str, Any]:
-    """Recomputation of activations, by its name in this transformers."""
+    """Returns the arguments of gradient checkpointing, with their names in this version of transformers."""
     name = (
         "activation_checkpointing"
         if hasattr(TrainingArguments, "activation_checkpointing")
@@ -78,10 +83,10 @@ def _recomputing(on: bool) -> dict[str, Any]:
 
 
 def open_group(meeting: Meeting, recipe: Recipe) -> None:
-    """The run's process group, made known to DeepSpeed. Its time-out is that of the groups made later too.
+    """Opens the run's process group, and registers it with DeepSpeed.
 
-    DeepSpeed and accelerate reduce gradients in groups of their own, which take torch's default; no argument
-    of theirs reaches it.
+    Its timeout also becomes torch's default. DeepSpeed and accelerate reduce gradients in groups of their
+    own, which take that default; no argument of theirs reaches it.
     """
     import deepspeed
     from torch.distributed import distributed_c10d
@@ -93,10 +98,10 @@ def open_group(meeting: Meeting, recipe: Recipe) -> None:
 
 
 def accumulates_in_float32(recipe: Recipe) -> bool:
-    """Where micro-steps' gradients add up in float32: bfloat16 would lose a bit of each sum.
+    """Returns True if the gradients of micro-steps are summed in float32.
 
-    Under ZeRO 2 and 3 unless the DeepSpeed settings say otherwise. ZeRO 0 cannot, and ZeRO 1 would keep all
-    gradients on each device.
+    In bfloat16 each sum would lose a bit. ZeRO 2 and 3 sum in float32 unless the DeepSpeed settings name
+    another dtype. ZeRO 0 cannot, and ZeRO 1 would keep all gradients on each device.
     """
     types = recipe.deepspeed_settings.get("data_types")
     asked = types.get("grad_accum_dtype", "fp32") if isinstance(types, dict) else "fp32"
@@ -106,7 +111,12 @@ def accumulates_in_float32(recipe: Recipe) -> bool:
 
 
 def deepspeed_config(recipe: Recipe, one_disk: bool = True) -> dict[str, Any]:
-    """The recipe's DeepSpeed settings, with what follows from the recipe filled in."""
+    """Returns the recipe's DeepSpeed settings, completed from the recipe.
+
+    Args:
+        recipe: the run's recipe.
+        one_disk: as in `training_arguments`.
+    """
     settings = json.loads(json.dumps(recipe.deepspeed_settings))
     zero = settings.setdefault("zero_optimization", {"stage": 0})
     for name in (

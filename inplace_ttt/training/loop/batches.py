@@ -1,5 +1,4 @@
-"""Rows as batches: collated, with their documents' lengths where attention needs them, and held-out rows
-spread over ranks."""
+"""Batches of rows: collation, document lengths for flash attention, and held-out rows spread over ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +15,10 @@ from ..recipe.recipe import Recipe
 
 
 def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-    """Rows to a batch [B, T]; no attention mask, since position_ids show the documents."""
+    """Stacks rows to a batch of input_ids, position_ids and labels, int64 [B, T].
+
+    No attention mask is needed, since position_ids show the documents.
+    """
     return {
         name: torch.stack([torch.as_tensor(row[name], dtype=torch.int64) for row in rows])
         for name in ("input_ids", "position_ids", "labels")
@@ -24,12 +26,15 @@ def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 def with_document_lengths(batch: dict[str, Any]) -> dict[str, Any]:
-    """A batch of packed rows [B, T] as one row [1, B·T] with its documents' lengths, as flash attention takes
-    them.
+    """Returns a batch of packed rows [B, T] as one row [1, B·T] with the documents' lengths.
 
-    Without lengths, transformers looks for documents in every layer anew, each time waiting for the device,
-    and in a batch of several rows not at all: their documents would see each other. A document's first label
-    is ignored, so no row's last token predicts the next row's first.
+    Flash attention takes these lengths. Without them, transformers searches every layer's positions for
+    documents, and waits for the device each time. In a batch of several rows it does not search, so documents
+    would see each other. A document's first label is ignored, so the last token of a row never predicts the
+    next row's first.
+
+    Args:
+        batch: position_ids [B, T] and other tensors of that shape.
     """
     flat = {
         name: value.reshape(1, -1) if isinstance(value, Tensor) else value for name, value in batch.items()
@@ -48,8 +53,11 @@ def with_document_lengths(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def needs_document_lengths(recipe: Recipe) -> bool:
-    """Ranks that share rows have parts of documents; Ulysses hands attention whole rows, whose positions then
-    show them."""
+    """Returns True if flash attention must be given the documents' lengths.
+
+    It is False if ranks share rows: each has parts of documents, and Ulysses gives attention whole rows,
+    whose positions then show the documents.
+    """
     return (
         recipe.model.attn_implementation == "flash_attention_2"
         and recipe.parallel.sequence_parallel_size == 1
@@ -57,16 +65,22 @@ def needs_document_lengths(recipe: Recipe) -> bool:
 
 
 def shifted(labels: Tensor) -> Tensor:
-    """What each token [B, T] is to predict."""
+    """Returns the target of each token, int64 [B, T]: the next label."""
     return pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
 def where_learnt(batch: dict[str, Any]) -> dict[str, Any]:
-    """A batch whose n logits a row stand only where some row [B, T] has a target: the arguments of a causal
-    language model.
+    """Restricts the logits of a batch to positions at which some row has a target.
 
-    Of rows that mostly ignore their targets (answers alone, told facts) the head then computes a small part;
-    over a large vocabulary it is most of a small model. The first position stays, so that there is one.
+    If rows ignore most of their targets (answers alone, synthetic facts), the head computes a small part of
+    the logits. With a large vocabulary they are most of a small model's work. The first position always
+    stays, so that there is at least one.
+
+    Args:
+        batch: labels or shift_labels [B, T].
+
+    Returns:
+        Arguments of a causal language model, with labels [B, n] and logits_to_keep [n].
     """
     targets = batch["shift_labels"] if "shift_labels" in batch else shifted(batch["labels"])
     learnt = targets.ne(IGNORED).any(0)
@@ -81,11 +95,15 @@ def where_learnt(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def held_out_batches(rows: Any, recipe: Recipe, rank: int) -> Iterator[dict[str, Tensor]]:
-    """This rank's batches of all `rows`: input_ids, position_ids and shift_labels [B, T], or a part [B, T/P]
-    of rows that P ranks share.
+    """Yields this rank's batches of all rows: input_ids, position_ids and shift_labels, int64 [B, T].
 
-    Every rank gets as many, which ZeRO-3 and ranks that share rows need; what is too much is read again and
-    not counted.
+    If P ranks share rows, each gets its part [B, T/P]. ZeRO-3 and shared rows need equal numbers of batches
+    on all ranks, so some rows are read twice; the second time their targets are ignored.
+
+    Args:
+        rows: the held-out rows.
+        recipe: the run's recipe.
+        rank: rank of this process.
     """
     shared, size = recipe.parallel.sequence_parallel_size, recipe.training.batch_size
     readers, reader = recipe.parallel.world // shared, rank // shared

@@ -1,5 +1,4 @@
-"""What a converted model needs of a training loop that is not ours: its own rates, η's warm-up, guards and a
-log of its layers."""
+"""A callback for converted models in other training loops: rates, η's warm-up, guards and a log."""
 
 from __future__ import annotations
 
@@ -24,24 +23,29 @@ _OF_GROUPS = ("conv_learning_rate", "proj_learning_rate", "conv_weight_decay", "
 
 @dataclass(kw_only=True, eq=False)
 class InPlaceTTTCallback(TrainerCallback):
-    """For a transformers `Trainer`, or one made of it (TRL's, Axolotl's):
-    `InPlaceTTTCallback(…).attach(trainer)`.
+    """A callback for a transformers `Trainer`, or one derived from it (TRL's, Axolotl's).
 
-    conv_learning_rate, proj_learning_rate: of the convolution; of P and a gate of writes; the Trainer's own
-        without one. The Trainer's
-    schedule holds for both. conv_weight_decay, proj_weight_decay: 0 without one.
-    eta_warmup_steps: η rises linearly from 0 to its own value over as many optimiser steps; a resumed run
-        goes on in it.
-    stop_write_ratio: the run stops where the writes of one document move a weight by more than so many times
-        its norm.
+    Add it with `InPlaceTTTCallback(…).attach(trainer)`. Passed as one of `callbacks` without `attach`, it
+    does everything but set rates and decays.
 
-    It also warns of rows that begin without the tokenizer's BOS, stops before a step whose loss is no number,
-    checks after the first step that every target generator learns, and writes what is logged into `log.jsonl`
-    in the Trainer's output, with writes and gradients of each TTT layer. `warnings` has what it warned of.
-    Given as one of `callbacks` without `attach` it does all of this but the rates and decays.
+    It warns if rows begin without the tokenizer's BOS. It stops before a step whose loss is not finite. After
+    the first step it checks that every target generator learns. It appends logs to `log.jsonl` in the
+    Trainer's output, with writes and gradients of each TTT layer. Its warnings are kept in `warnings`.
 
-    Raises InPlaceTTTError for settings that cannot be or would have no effect, and NotSoError where a guard
-    stops the run.
+    Args:
+        conv_learning_rate: of the convolution; the default is the Trainer's. The Trainer's schedule applies.
+        proj_learning_rate: of P and a gate of writes; the default is the Trainer's. The Trainer's schedule
+            applies.
+        conv_weight_decay: of the convolution; the default is 0.
+        proj_weight_decay: of P and a gate of writes; the default is 0.
+        eta_warmup_steps: η rises linearly from 0 to its own value over this number of optimizer steps. A
+            resumed run continues the warm-up.
+        stop_write_ratio: the run stops if the writes of one document move a weight by more than this multiple
+            of its norm.
+
+    Raises:
+        InPlaceTTTError: if a setting is invalid or would be ignored.
+        NotSoError: if a guard stops the run.
     """
 
     conv_learning_rate: float | None = None
@@ -71,28 +75,44 @@ class InPlaceTTTCallback(TrainerCallback):
         self._tap: GradientTap | None = None
 
     def attach(self, trainer: Trainer) -> InPlaceTTTCallback:
-        """Join the trainer before it trains: among its callbacks, and in what its optimiser is made of.
-        Returns the callback.
+        """Joins a trainer before it trains: its callbacks, and the construction of its optimizer.
 
-        Raises InPlaceTTTError where its model is not converted, its target generators are frozen, or its
-        optimiser is made otherwise.
+        Args:
+            trainer: the trainer of a converted model.
+
+        Returns:
+            The callback.
+
+        Raises:
+            InPlaceTTTError: if the model is not converted, its target generators are frozen, or the trainer's
+                optimizer exists already or chooses its parameters itself.
         """
         config_of(trainer.model)
         split_off(trainer.model)
         given = trainer.optimizer_cls_and_kwargs
         if trainer.optimizer is not None or (given is not None and not _is_optimizer(given[0])):
             raise InPlaceTTTError(
-                "the trainer was given an optimiser that has its parameters already, or chooses them "
-                "itself; leave it to the trainer "
-                "(args.optim), or add this callback without rates by trainer.add_callback."
+                "the trainer was given an optimizer that has its parameters already, or chooses them "
+                "itself; leave it to the trainer (args.optim), or add this callback without rates by "
+                "trainer.add_callback."
             )
         trainer.optimizer_cls_and_kwargs = _Factory, {"made_by": self, "trainer": trainer, "given": given}
         trainer.add_callback(self)
         return self
 
     def groups(self, model: nn.Module, trainer: Trainer) -> list[dict[str, Any]]:
-        """The Trainer's own groups first, whose rate is the one that is logged; then `conv` and `proj`, those
-        that there are."""
+        """Returns the optimizer's parameter groups, without empty ones.
+
+        The Trainer's own groups come first, because the first rate is the logged one. Then come `conv` and
+        `proj`.
+
+        Args:
+            model: a converted model.
+            trainer: its trainer.
+
+        Raises:
+            InPlaceTTTError: if a setting would be ignored.
+        """
         ttt, rest = split_off(model)
         refuse_without_effect(ttt, **{name: getattr(self, name) for name in _OF_GROUPS})
         decaying = set(trainer.get_decay_parameter_names(model))
@@ -135,15 +155,15 @@ class InPlaceTTTCallback(TrainerCallback):
         self._parts.append(LayerMonitor(self._tap, self.warnings, self.stop_write_ratio, log))
 
     def _check_effect(self, optimizer: Any, steps: int) -> None:
-        """Refuse settings that the optimiser was made without, and a warm-up that outlasts the run."""
+        """Refuses settings that the optimizer was made without, and a warm-up that outlasts the run."""
         groups = {group.get("name") for group in optimizer.param_groups}
         given = [name for name in _OF_GROUPS if getattr(self, name) is not None]
         if given and not {name.partition("_")[0] for name in given} <= groups:
             raise InPlaceTTTError(
-                f"{given[0]} has no effect, since the trainer made its optimiser without it; call "
+                f"{given[0]} has no effect, since the trainer made its optimizer without it; call "
                 "attach(trainer) before train(), and "
                 "let neither a create_optimizer of the trainer's own nor a DeepSpeed config make the "
-                "optimiser."
+                "optimizer."
             )
         if self.eta_warmup_steps >= steps:
             raise InPlaceTTTError(
@@ -172,8 +192,10 @@ class InPlaceTTTCallback(TrainerCallback):
         self._leave()
 
     def _pass_on(self, event: str, *args: Any, **kwargs: Any) -> None:
-        """To every part; where one of them stops the run, the model is left with its own η and without
-        hooks."""
+        """Passes an event to every part.
+
+        If a part stops the run, the model keeps its own η and no hooks.
+        """
         try:
             for part in self._parts:
                 getattr(part, event)(*args, **kwargs)
@@ -190,8 +212,10 @@ class InPlaceTTTCallback(TrainerCallback):
 
 
 class _Factory:
-    """How transformers asks for an optimiser that is made from a whole model, which FSDP may have wrapped by
-    then."""
+    """Makes the optimizer from the whole model, which FSDP may have wrapped by then.
+
+    transformers calls optimizer factories in this form.
+    """
 
     def __call__(
         self,
@@ -201,8 +225,13 @@ class _Factory:
         trainer: Trainer,
         given: tuple[Any, dict[str, Any]] | None,
     ) -> torch.optim.Optimizer:
-        """given: class and settings, where not `args.optim` says them. (Axolotl's trainer gives its arguments
-        a second time.)"""
+        """Returns the optimizer.
+
+        Axolotl's trainer passes its arguments a second time; they are ignored.
+
+        Args:
+            given: class and settings, None if `args.optim` names them.
+        """
         kind, options = given or trainer.get_optimizer_cls_and_kwargs(trainer.args, model)
         if not _is_optimizer(kind) or {"params", "model", "optimizer_dict"} & set(options):
             raise InPlaceTTTError(

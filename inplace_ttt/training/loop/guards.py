@@ -1,4 +1,4 @@
-"""What must hold at the first step, and the warnings that go into the report."""
+"""Guards that stop a run or add warnings to its report, and the gradient norms that they read."""
 
 from __future__ import annotations
 
@@ -30,8 +30,13 @@ MOST_SKIPPED = 3
 
 
 class GradientTap:
-    """The norm of the last gradient that reached conv, P and W0 of each TTT layer on this rank, before any
-    averaging."""
+    """Keeps the norm of the last gradient that reached conv, P and W0 of each TTT layer.
+
+    The norm is that of this rank's gradient, before averaging over ranks.
+
+    Args:
+        model: a converted model.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.norms: dict[int, dict[str, Tensor]] = {}
@@ -51,8 +56,10 @@ class GradientTap:
             handle.remove()
 
     def look(self) -> None:
-        """Before a step: what a sharding framework put into `.grad` past the hooks, as FSDP2 does; of its
-        shard on this rank."""
+        """Reads the gradients that never passed the hooks. Call it before an optimizer step.
+
+        A sharding framework such as FSDP2 writes to `.grad` directly; the norm is that of this rank's shard.
+        """
         if self._past_hooks is None:
             self._past_hooks = {i for i, (norms, name, _) in enumerate(self._tapped) if name not in norms}
         for i in self._past_hooks:
@@ -63,7 +70,7 @@ class GradientTap:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Within it a backward that is not the run's leaves the norms as they are."""
+        """Within it a backward pass of another text leaves the norms unchanged."""
         before = {index: dict(norms) for index, norms in self.norms.items()}
         try:
             yield
@@ -73,6 +80,7 @@ class GradientTap:
                 self.norms[index].update(norms)
 
     def read(self) -> dict[int, dict[str, float]]:
+        """Returns layer -> parameter name -> norm."""
         return {
             index: {name: float(norm) for name, norm in norms.items()} for index, norms in self.norms.items()
         }
@@ -86,8 +94,13 @@ def _keeper(norms: dict[str, Tensor], name: str) -> Any:
 
 
 class FirstStep(TrainerCallback):
-    """After the first optimiser step: every TTT parameter is in the optimiser and got a gradient; states are
-    float32."""
+    """Checks conv and P of each TTT layer after the first optimizer step.
+
+    Both must have received a gradient, and states must be float32. If their gradients are zero, it warns.
+
+    Raises:
+        InPlaceTTTError: if conv or P got no gradient, or states have a lower precision.
+    """
 
     def __init__(self, gradients: GradientTap, warnings: list[str]) -> None:
         self.gradients, self.warnings = gradients, warnings
@@ -119,10 +132,14 @@ class FirstStep(TrainerCallback):
 
 
 class FiniteGradients(TrainerCallback):
-    """Stops before a step whose loss was no number: then no gradient is one, that of conv, P and W0 neither.
+    """Stops the run before an optimizer step whose loss was not finite.
 
-    Where nothing reaches those (rows no longer than a chunk), the norm of all gradients says so, where it is
-    logged. In float16 the gradient scaler leaves such steps out itself.
+    The gradients of conv, P and W0 are then not finite either. If no gradient reaches these (rows no longer
+    than a chunk), the logged loss and norm of all gradients are checked instead. In float16 nothing is
+    checked: the gradient scaler skips such steps.
+
+    Raises:
+        NotSoError: if a gradient, the loss or the norm is not finite.
     """
 
     def __init__(self, gradients: GradientTap) -> None:
@@ -160,7 +177,7 @@ def _require_finite(value: float, step: int) -> None:
 
 
 def check_state_precision(model: nn.Module) -> None:
-    """The state that a write goes into must be float32 at least, whatever the model's dtype."""
+    """Raises InPlaceTTTError if a layer's state has less precision than float32, whatever the model has."""
     for index, dtype in states_in_training(fast_weights(model)).items():
         if torch.finfo(dtype).bits < 32:
             raise InPlaceTTTError(
@@ -170,8 +187,15 @@ def check_state_precision(model: nn.Module) -> None:
 
 
 def check_beginnings(rows: Any, tokenizer: Any, warnings: list[str]) -> None:
-    """Warn where the first of a dataset's rows begin without the special tokens that begin every text; of a
-    stream nothing is read."""
+    """Warns if rows begin without the special tokens that begin every text.
+
+    Only the first rows of a dataset are read; a stream is not.
+
+    Args:
+        rows: the training rows, with input_ids.
+        tokenizer: the model's tokenizer.
+        warnings: list that the warning is appended to.
+    """
     if (
         not isinstance(tokenizer, PreTrainedTokenizerBase)
         or not isinstance(rows, Sized)
@@ -192,15 +216,25 @@ def check_beginnings(rows: Any, tokenizer: Any, warnings: list[str]) -> None:
         said = tokenizer.decode(begins)
         note(
             warnings,
-            f"{odd} of the first {len(first)} rows do not begin with {said!r}, as the tokenizer begins "
-            "every text: a model that was "
-            "trained with it reads much worse without, and writes learn to make up for that; put it before "
-            "each part of a cut text",
+            f"{odd} of the first {len(first)} rows do not begin with {said!r}, which the tokenizer puts "
+            "before every text: a model that was trained with it reads much worse without it, and writes "
+            "learn to compensate for that; put it before each part of a split text",
         )
 
 
 def check_writes(writes: dict[int, WriteHealth], limit: float, warnings: list[str]) -> None:
-    """Warn where the update norm exceeds ‖W0‖; stop where it is above `limit` times ‖W0‖, or not a number."""
+    """Checks every layer's writes.
+
+    A ratio η‖S‖/‖W0‖ above 1, or a forward pass without a complete chunk, is a warning.
+
+    Args:
+        writes: layer -> its writes.
+        limit: largest ratio.
+        warnings: list that warnings are appended to.
+
+    Raises:
+        NotSoError: if a ratio is above `limit` or infinite.
+    """
     check_ratios({index: health.state_ratio for index, health in writes.items()}, limit)
     for index, health in writes.items():
         if health.state_ratio > _WRITE_RATIO:
@@ -214,7 +248,15 @@ def check_writes(writes: dict[int, WriteHealth], limit: float, warnings: list[st
 
 
 def check_ratios(ratios: dict[int, float], limit: float) -> None:
-    """Stop where writes move a layer's weight by more than `limit` of its norm; not a number is not known."""
+    """Checks how far writes move each layer's weight.
+
+    Args:
+        ratios: layer -> η‖S‖/‖W0‖; infinite if S is not finite, NaN if W0 cannot be read, which passes.
+        limit: largest ratio.
+
+    Raises:
+        NotSoError: if a ratio is above `limit` or infinite.
+    """
     for index, ratio in ratios.items():
         if ratio > limit or math.isinf(ratio):
             raise NotSoError(
@@ -234,14 +276,21 @@ def check_gradient(norm: float, warnings: list[str]) -> None:
 
 
 class SkippedSteps:
-    """Steps that DeepSpeed left out, which it does without a word where the gradient is not finite."""
+    """Counts the steps that DeepSpeed skips because the gradient is not finite. DeepSpeed logs nothing.
+
+    Args:
+        before: steps that were skipped before this run resumed.
+    """
 
     def __init__(self, before: int = 0) -> None:
-        """before: those of the run that this one goes on from."""
         self.count, self.in_a_row = before, 0
 
     def record(self, step: int, skipped: bool) -> None:
-        """After each optimiser step; raises NotSoError after `MOST_SKIPPED` in a row that were none."""
+        """Records an optimizer step.
+
+        Raises:
+            NotSoError: after `MOST_SKIPPED` skipped steps in a row.
+        """
         self.in_a_row = self.in_a_row + 1 if skipped else 0
         if not skipped:
             return
@@ -256,13 +305,16 @@ class SkippedSteps:
             )
 
     def warnings(self) -> list[str]:
-        """A sentence for the report."""
+        """Returns a sentence for the report, or nothing."""
         return [f"{self.count} steps were skipped, since their gradient was not finite"] if self.count else []
 
 
 def clip_finite(parameters: Iterable[nn.Parameter], limit: float) -> None:
-    """Clip gradients by their norm; where that is not finite, clipping would make all of them zero, or no
-    numbers."""
+    """Clips gradients by their norm.
+
+    Raises:
+        NotSoError: if the norm is not finite. Clipping would then make all gradients zero or NaN.
+    """
     if not bool(torch.nn.utils.clip_grad_norm_(parameters, limit).isfinite()):
         raise NotSoError(
             "the gradient is not finite, and the weights are as before; lower the learning rates or eta, "
@@ -271,7 +323,7 @@ def clip_finite(parameters: Iterable[nn.Parameter], limit: float) -> None:
 
 
 def note(warnings: list[str], message: str) -> None:
-    """Once each: into the log and the report."""
+    """Adds a message to the warnings and the log, once."""
     if message not in warnings:
         warnings.append(message)
         logger.warning(message)

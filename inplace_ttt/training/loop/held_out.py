@@ -1,4 +1,4 @@
-"""The loss on held-out rows without ever holding all logits."""
+"""The loss on held-out rows, computed without holding all logits at once."""
 
 from __future__ import annotations
 
@@ -16,12 +16,18 @@ from ...tasks import IGNORED
 
 @torch.no_grad()
 def held_out_sums(model: nn.Module, inputs: dict[str, Any], targets: Tensor) -> Tensor:
-    """float64 [3]: over the targets [B, T] that are not ignored, their losses, those that the likeliest token
-    hits, their number.
+    """Sums losses and hits over the targets that are not ignored.
 
-    inputs: keyword arguments of the base model, input_ids [B, T] among them. The base model reads them in one
-        call; its head,
-    and whatever the family does to logits, then takes a few hundred tokens at a time.
+    The base model reads all inputs in one call. The head, and the family's changes of logits, take a few
+    hundred tokens at a time.
+
+    Args:
+        model: a causal language model.
+        inputs: keyword arguments of the base model, with input_ids [B, T].
+        targets: int64 [B, T], `IGNORED` at places without a target.
+
+    Returns:
+        float64 [3]: sum of losses in nats, targets that the likeliest token hits, number of targets.
     """
     read = locate(causal_lm(model)).base(**inputs, use_cache=False)
     size = tokens_at_once(model, len(targets))

@@ -1,9 +1,8 @@
-"""Where the processes of a run wait for each other before their group opens: as long as it takes, but not for
-one that failed.
+"""A meeting point for the processes of a run before their process group opens.
 
-Tokenising, auditing and reading large files may take hours in one process, and a process group gives up on
-the others after half an hour. So all of that comes before the group, and meets on the store that the group is
-then made from.
+Tokenizing, auditing and reading large files may take hours in one process, and a process group times out
+after half an hour. So this work comes before the group. The processes meanwhile wait at the store that the
+group is then made from. They wait without limit, unless one of them fails.
 """
 
 from __future__ import annotations
@@ -23,36 +22,50 @@ from ...errors import InPlaceTTTError
 _POLL = 0.1
 """Seconds between two looks at the store."""
 _FAREWELL = 2.0
-"""Seconds for which process 0, whose store it is, waits for the others to hear that the run has failed."""
+"""Seconds that process 0, which serves the store, waits for the others after a failure.
+
+They read from the store that the run has failed.
+"""
 _FAILURES, _EXIT_CODE, _HEARD, _PARTED = "failures", "exit-code", "heard", "parted"
 _GONE = (DistNetworkError, DistStoreError)
 
 
 class OtherFailed(InPlaceTTTError):
-    """Another process of the run has failed, and says why; this one ends with the same exit code and says
-    nothing."""
+    """Another process of the run has failed and printed the reason.
+
+    This process prints nothing and ends with the same exit code.
+    """
 
     def __init__(self, exit_code: int) -> None:
-        super().__init__("another process of the run has failed, and says why.")
+        super().__init__("another process of the run has failed, and printed the reason.")
         self.exit_code = exit_code
 
 
 class Meeting:
-    """The store that a run's processes share, and this one's place among them."""
+    """The store that a run's processes share, and this process's rank.
+
+    Args:
+        store: the shared store.
+        rank: rank of this process.
+        world: number of processes.
+    """
 
     def __init__(self, store: Store, rank: int, world: int) -> None:
         self.store, self.rank, self.world = PrefixStore("inplace-ttt", store), rank, world
 
     @classmethod
     def by_environment(cls) -> Meeting:
-        """By what the launcher put into the environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)."""
+        """Joins by the launcher's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)."""
         store, rank, world = next(iter(dist.rendezvous("env://")))
         return cls(store, rank, world)
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
-        """Around all that a process does. Of those that fail the first one's error is raised; in the others
-        it is an OtherFailed."""
+        """Surrounds all work of a process. Only the first error of all processes is raised as it is.
+
+        Raises:
+            OtherFailed: in place of a later error.
+        """
         try:
             yield
         except BaseException as error:
@@ -63,25 +76,34 @@ class Meeting:
             raise OtherFailed(first) from None
 
     def _first_to_fail(self, code: int) -> int | None:
-        """The exit code of the process that failed before this one; None where there is none, or where
-        process 0 is gone."""
+        """Returns the exit code of the process that failed before this one.
+
+        None if this one is the first, or process 0 is gone.
+        """
         first = None
         with suppress(*_GONE):
             if self.store.add(_FAILURES, 1) == 1:
                 self.store.set(_EXIT_CODE, str(code))
             else:
                 first = int(self.store.get(_EXIT_CODE))
-            # not before this one knows: process 0 may be gone before the store has answered
+            # only after the answer: process 0 may end, and with it the store, once all have reported
             self.store.add(_HEARD, 1)
             if self.rank == 0:
                 _until(lambda: self.store.add(_HEARD, 0) >= self.world, _FAREWELL)
         return first
 
     def gather(self, name: str, value: Any = None) -> list[Any]:
-        """What every process gives (plain JSON values), by rank; returns when all have come. A name serves
-        once.
+        """Gathers a value from every process, once all have called it.
 
-        Raises OtherFailed where a process has failed.
+        Args:
+            name: a name that serves only once.
+            value: plain JSON values.
+
+        Returns:
+            The values by rank.
+
+        Raises:
+            OtherFailed: if a process has failed.
         """
         keys = [f"{name}/{rank}" for rank in range(self.world)]
         try:
@@ -95,15 +117,17 @@ class Meeting:
             raise OtherFailed(1) from None
 
     def part(self) -> None:
-        """For processes that end without a group: process 0, whose store it is, waits until the others need
-        it no more."""
+        """Ends the meeting of processes that need no process group.
+
+        Process 0, which serves the store, waits until the others no longer need it.
+        """
         with suppress(*_GONE):
             self.store.add(_PARTED, 1)
             if self.rank == 0:
                 _until(lambda: self.store.add(_PARTED, 0) >= self.world, _FAREWELL)
 
     def open_group(self, backend: str, timeout: timedelta) -> None:
-        """The process group of all of them."""
+        """Opens the process group of all processes."""
         dist.init_process_group(
             backend,
             store=PrefixStore("group", self.store),

@@ -1,4 +1,4 @@
-"""What a run says while it runs: one JSON line for each log, layer by layer, and η's warm-up."""
+"""Logs and measurements during a run: one JSON line per log with every TTT layer, and η's warm-up."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _ROWS_TO_CHOOSE_FROM = 16
 
 
 class EtaWarmup(TrainerCallback):
-    """η rises linearly from 0 to its own value over the first steps; what is saved is η itself."""
+    """Raises η linearly from 0 to its own value over the first steps. Checkpoints hold η itself."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
@@ -49,11 +49,19 @@ class EtaWarmup(TrainerCallback):
 
 
 class LayerMonitor(TrainerCallback):
-    """At each step that is logged: writes and gradients of every TTT layer, and what else is logged; all of
-    it into `file`.
+    """Writes the log: at each logged step, writes and gradients of every TTT layer and the Trainer's values.
 
-    At every other step how far the first micro-step's longest document moves each layer's weight; the run
-    stops where that is more than `limit` times its norm.
+    At every other step it measures how far the longest document of the first micro-step moves each layer's
+    weight. All ranks stop if one of them exceeds `limit`.
+
+    Args:
+        gradients: source of the gradient norms.
+        warnings: list that warnings are appended to.
+        limit: largest η‖S‖/‖W0‖.
+        file: the log, or None on ranks that write none.
+
+    Raises:
+        NotSoError: if a ratio exceeds `limit`.
     """
 
     def __init__(self, gradients: GradientTap, warnings: list[str], limit: float, file: Path | None) -> None:
@@ -110,8 +118,17 @@ class LayerMonitor(TrainerCallback):
 
 
 class DiagnoseCallback(TrainerCallback):
-    """Every so many steps the diagnosis of one document, always the same, written to `folder`/step-N; nothing
-    of it reaches the run."""
+    """Diagnoses the same document every `diagnose_steps` steps, and writes it to `folder`/step-N.
+
+    The run itself is not affected. Severe findings become warnings.
+
+    Args:
+        speed: of the run; its clock is paused meanwhile.
+        ids: token ids of the document [1, n], int64.
+        gradients: the run's gradient norms, which the diagnosis must not change.
+        warnings: list that warnings are appended to.
+        folder: place of the diagnoses.
+    """
 
     def __init__(
         self, speed: Speed, ids: Tensor, gradients: GradientTap, warnings: list[str], folder: Path
@@ -144,10 +161,15 @@ class DiagnoseCallback(TrainerCallback):
 
 
 class CompareCallback(TrainerCallback):
-    """Every so many steps, and before the first: do writes help, and by their own document? A line in `file`
-    under "comparison".
+    """Compares losses on held-out documents before the first step and every `compare_steps` steps.
 
-    Before the first step of a fresh conversion `off` is the base's loss.
+    It appends a line to `file` with the key "comparison". Its figures show whether writes help, and whether
+    they help only their own document. Before the first step of a fresh conversion `off` is the base's loss.
+
+    Args:
+        speed: of the run; its clock is paused meanwhile.
+        documents: token ids [T] of each document.
+        file: the log.
     """
 
     def __init__(self, speed: Speed, documents: list[Tensor], file: Path) -> None:
@@ -182,8 +204,18 @@ class CompareCallback(TrainerCallback):
 
 
 def documents_to_compare(rows: Iterable[dict[str, Any]], chunk_size: int) -> list[Tensor]:
-    """The longest document [T] of each row that has one in which something reads what was written. Raises
-    where there is none."""
+    """Returns the longest document of each row, if it is long enough to read a write.
+
+    Args:
+        rows: rows with input_ids, position_ids and labels.
+        chunk_size: tokens per chunk.
+
+    Returns:
+        Token ids [T], int64, of the documents with more than `chunk_size` + 1 tokens.
+
+    Raises:
+        InPlaceTTTError: if there is none.
+    """
     longest = (_longest_document(row, chunk_size) for row in rows)
     found = [ids for ids in longest if len(ids) > chunk_size + 1]
     if not found:
@@ -196,8 +228,10 @@ def documents_to_compare(rows: Iterable[dict[str, Any]], chunk_size: int) -> lis
 
 
 def document_to_diagnose(rows: Iterable[dict[str, Any]], chunk_size: int) -> Tensor:
-    """The start [1, n] of the longest document among the first rows: 2,048 tokens, or four chunks and one
-    token if that is more."""
+    """Returns the start [1, n] of the longest document among the first 16 rows.
+
+    n is at most 2,048, or four chunks and one token if that is more.
+    """
     longest = max(
         (_longest_document(row, chunk_size) for row in itertools.islice(rows, _ROWS_TO_CHOOSE_FROM)), key=len
     )
@@ -205,7 +239,7 @@ def document_to_diagnose(rows: Iterable[dict[str, Any]], chunk_size: int) -> Ten
 
 
 def _longest_document(row: dict[str, Any], chunk_size: int) -> Tensor:
-    """The token ids [T], int64, of a row's longest document, which its padding is not."""
+    """Returns the token ids [T], int64, of a row's longest document, without padding."""
     positions, labels = (torch.as_tensor(row[name])[None] for name in ("position_ids", "labels"))
     _, (start, stop) = longest_document(
         labelled(ChunkLayout.from_position_ids(positions, chunk_size), labels)
@@ -214,7 +248,10 @@ def _longest_document(row: dict[str, Any], chunk_size: int) -> Tensor:
 
 
 def _worst(writes: dict[int, WriteHealth], device: torch.device) -> dict[int, WriteHealth]:
-    """The largest of every figure over the ranks, so that all of them stop where one has to."""
+    """Returns the largest value of every figure over the ranks.
+
+    All ranks then see the same figures, so they stop together.
+    """
     figures = torch.tensor(
         [list(asdict(health).values()) for health in writes.values()], dtype=torch.float32, device=device
     )

@@ -1,5 +1,4 @@
-"""Parameter groups: the target generator's conv and P beside the rest, each with its own rate, decay and
-warm-up."""
+"""Parameter groups: conv and P have their own rates, decays and warm-up beside the other parameters."""
 
 from __future__ import annotations
 
@@ -15,10 +14,14 @@ from ..recipe.sections import Training
 
 
 def parameter_groups(model: nn.Module, settings: Training) -> list[dict[str, Any]]:
-    """AdamW groups of the parameters that require a gradient: conv, proj, matrices, and vectors (which never
-    decay).
+    """Returns AdamW's groups of the trained parameters: conv, proj, matrices, and vectors without decay.
 
-    Raises InPlaceTTTError when a TTT parameter is frozen, or nothing is trained.
+    Args:
+        model: a converted model.
+        settings: the recipe's training section.
+
+    Raises:
+        InPlaceTTTError: if a layer's target generator is frozen, or a rate of conv or P would be ignored.
     """
     ttt, rest = split_off(model)
     refuse_without_effect(
@@ -38,10 +41,17 @@ def parameter_groups(model: nn.Module, settings: Training) -> list[dict[str, Any
 
 
 def split_off(model: nn.Module) -> tuple[dict[str, list[nn.Parameter]], dict[str, nn.Parameter]]:
-    """The target generators' trained parameters as groups `conv` and `proj`, P and a gate of writes, and the
-    other trained ones by name.
+    """Separates the target generators' trained parameters from the others.
 
-    Raises InPlaceTTTError when a layer's target generator is frozen.
+    Args:
+        model: a converted model.
+
+    Returns:
+        The groups `conv` and `proj` (P and a gate of writes), and name -> parameter of the other trained
+        ones.
+
+    Raises:
+        InPlaceTTTError: if a layer's target generator is frozen.
     """
     ttt: dict[str, list[nn.Parameter]] = {"conv": [], "proj": []}
     for index, layer in fast_weights(model).items():
@@ -59,8 +69,15 @@ def split_off(model: nn.Module) -> tuple[dict[str, list[nn.Parameter]], dict[str
 
 
 def refuse_without_effect(ttt: dict[str, list[nn.Parameter]], **settings: float | None) -> None:
-    """Raises InPlaceTTTError if a setting of a group is given, and the model has no parameter of that
-    group."""
+    """Refuses a setting of a group without parameters in this model.
+
+    Args:
+        ttt: groups from `split_off`.
+        settings: settings whose names begin with their group's; None if not given.
+
+    Raises:
+        InPlaceTTTError: with the setting's name.
+    """
     for name, value in settings.items():
         group = name.partition("_")[0]
         if value is not None and not ttt[group]:
@@ -69,7 +86,7 @@ def refuse_without_effect(ttt: dict[str, list[nn.Parameter]], **settings: float 
 
 
 def group_settings(settings: Training, group: str) -> tuple[float, float]:
-    """Learning rate and weight decay of a group."""
+    """Returns learning rate and weight decay of a group."""
     return {
         "conv": (settings.conv_learning_rate or settings.learning_rate, settings.conv_weight_decay),
         "proj": (settings.proj_learning_rate or settings.learning_rate, settings.proj_weight_decay),
@@ -79,13 +96,20 @@ def group_settings(settings: Training, group: str) -> tuple[float, float]:
 
 
 def dimensions(parameter: nn.Parameter) -> int:
-    """Of the whole parameter, also where ZeRO-3 keeps only a flat part of it."""
+    """Returns the dimensions of the whole parameter, of which ZeRO-3 keeps only a flat part."""
     return len(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def schedule(settings: Training, steps: int, group: str) -> Callable[[int], float]:
-    """Learning-rate factor of a group at each step: linear warm-up, then the recipe's decay to
-    `min_lr_ratio`."""
+    """Returns a group's learning-rate factor as a function of the step.
+
+    It warms up linearly, then decays to `min_lr_ratio` as the recipe sets.
+
+    Args:
+        settings: the recipe's training section.
+        steps: steps of the run.
+        group: name of the group; `conv` and `proj` may have their own warm-up.
+    """
     own = settings.ttt_warmup_steps if group in ("conv", "proj") else None
     warmup = settings.warmup_steps if own is None else own
 

@@ -1,15 +1,14 @@
-"""The state of a run, as its output holds it: who writes there, which checkpoints are whole, where to go on,
-whether it is finished.
+"""The state of a run, as its output holds it.
 
-Whatever moment a run is killed at, the output stands for one state:
+The state shows which checkpoints are complete, where to resume, and whether the run is finished. It stays
+consistent whenever the run is killed:
 
-- a file `.inplace-ttt-run` marks the folder as a run's own: without it nothing there is ours, whatever its
-  name;
-- a checkpoint is saved under `.saving/` and gets its name once it is whole; its file `complete` names every
-  file with its size, the recipe, and the settings that were changed;
-- a file `.from-scratch` marks all checkpoints beside it as those of a run that was given up, which are still
-  to be removed;
-- a run is finished once `train_report.json` reports all steps, which is written after `final/`.
+- A file `.inplace-ttt-run` marks the folder as a run's own. Without it, no file there belongs to a run,
+  whatever its name.
+- A checkpoint is saved under `.saving/` and gets its name once it is complete. Its file `complete` lists
+  every file with its size, the recipe, and the settings that were changed.
+- A file `.from-scratch` marks all checkpoints beside it as given up; they are still to be removed.
+- A run is finished once `train_report.json` reports all steps. It is written after `final/`.
 """
 
 from __future__ import annotations
@@ -48,11 +47,14 @@ _NAMES = (REPORT, LOG, "audit.html", "audit.json", "audit.md", "diagnose", "tens
 
 @dataclass(frozen=True)
 class Saved:
-    """What a checkpoint says in its file `complete`. files: those of it on this disk, with their bytes.
-    facts: what it was made by.
+    """The contents of a checkpoint's file `complete`.
 
-    changes: settings that were changed at an earlier resume. skipped_steps: so far. ranks: the processes
-        whose files are on this disk.
+    Attributes:
+        files: path -> bytes of the checkpoint's files on this disk.
+        facts: the settings, weights and data that made it.
+        changes: settings that were changed at earlier resumes.
+        skipped_steps: steps skipped so far.
+        ranks: processes whose files are on this disk.
     """
 
     files: dict[str, int]
@@ -64,12 +66,15 @@ class Saved:
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins, as all its processes have agreed.
+    """The start of a run, as all its processes have agreed.
 
-    place: the lowest rank that sees this process's output; leads: it is this one, which looks after the files
-        there. one_disk: all
-    see the same. checkpoint: where the run goes on, after `done` steps. report: that of the run where it is
-    finished.
+    Attributes:
+        place: the lowest rank that sees this process's output.
+        leads: this process has that rank, and manages the files there.
+        one_disk: all processes see the same output.
+        checkpoint: the checkpoint to resume from, or None.
+        done: steps of that checkpoint.
+        report: the report if the run is finished, else None.
     """
 
     place: int
@@ -82,9 +87,14 @@ class Start:
 
 @contextmanager
 def held(recipe: Recipe, resume: bool) -> Iterator[None]:
-    """The output as one run's own; the lock goes with this process.
+    """Holds the output for one run. The lock ends with this process.
 
-    Raises InPlaceTTTError while another run has it, and where the run would replace what it did not write.
+    Args:
+        recipe: the run's recipe.
+        resume: the run may resume, so its checkpoints may stay.
+
+    Raises:
+        InPlaceTTTError: if another run holds the output, or this run would replace files that no run wrote.
     """
     output = Path(recipe.output)
     if not (resume and finished(recipe)):
@@ -97,13 +107,18 @@ def held(recipe: Recipe, resume: bool) -> Iterator[None]:
             yield
         finally:
             with suppress(OSError):
-                output.rmdir()  # where nothing came of it
+                output.rmdir()  # if nothing was written
 
 
 def refuse_others(recipe: Recipe, done: int) -> None:
-    """Refuse an output in which the run would replace a source of its own, or what it did not write.
+    """Refuses an output in which the run would replace one of its sources, or files that no run wrote.
 
-    done: steps that the run goes on from; later checkpoints are written again.
+    Args:
+        recipe: the run's recipe.
+        done: steps of the checkpoint to resume from; later checkpoints are written again.
+
+    Raises:
+        InPlaceTTTError: with the path in the way.
     """
     output = Path(recipe.output)
     model = recipe.model
@@ -115,7 +130,7 @@ def refuse_others(recipe: Recipe, done: int) -> None:
                 f"the run's output {output} is {source}, which it reads, or lies in it; choose another "
                 "output."
             )
-        for folder in (output / FINAL, *_named(output).values()):  # older checkpoints go while the run saves
+        for folder in (output / FINAL, *_named(output).values()):  # the run removes older checkpoints
             refuse_sources(folder, [source])
     if os.path.lexists(output) and not output.is_dir():
         raise InPlaceTTTError(f"the run's output {output} is a file, not a folder; choose another output.")
@@ -135,21 +150,24 @@ def refuse_others(recipe: Recipe, done: int) -> None:
 
 
 def _last_step(output: Path) -> int:
-    """The step of the newest checkpoint on this disk that was written to its end; 0 without one."""
+    """Returns the step of the newest complete checkpoint on this disk, 0 without one."""
     last = last_checkpoint(output)
     return 0 if last is None else int(last.name.rpartition("-")[2])
 
 
 def claim(output: Path) -> None:
-    """Mark the output as a run's own, before the first file is written there."""
+    """Marks the output as a run's own. Call it before the first file is written there."""
     with disk_errors(output):
         output.mkdir(parents=True, exist_ok=True)
         (output / _MARK).touch()
 
 
 def finished(recipe: Recipe) -> dict[str, Any] | None:
-    """The report of a run that has been trained to its end; None where steps remain. Raises InPlaceTTTError
-    where it was another run."""
+    """Returns the report of a finished run, None if steps remain.
+
+    Raises:
+        InPlaceTTTError: if a run with other settings or more steps finished there.
+    """
     output = Path(recipe.output)
     if not (output / FINAL).is_dir() or not (output / REPORT).is_file() or (output / _GIVEN_UP).exists():
         return None
@@ -167,10 +185,17 @@ def finished(recipe: Recipe) -> dict[str, Any] | None:
 
 
 def agree(recipe: Recipe, meeting: Meeting, resume: bool) -> Start:
-    """Find the newest checkpoint that is whole on every disk of the run. Changes nothing; `settle` does, once
-    nothing is refused any more.
+    """Finds the newest checkpoint that is complete on every disk of the run.
 
-    Raises InPlaceTTTError where there are checkpoints and none is whole, naming who lacks what.
+    It changes no file. `settle` does, once nothing can be refused any more. All processes must call it.
+
+    Args:
+        recipe: the run's recipe.
+        meeting: the run's processes.
+        resume: look for a checkpoint; otherwise the run starts anew.
+
+    Raises:
+        InPlaceTTTError: if there are checkpoints and none is complete; the message names the missing files.
     """
     output = Path(recipe.output)
     place = _place(meeting, output)
@@ -192,7 +217,7 @@ def agree(recipe: Recipe, meeting: Meeting, resume: bool) -> Start:
             mine["broken"] = {str(step): problem for step, problem in faults.items() if problem is not None}
     views = meeting.gather("checkpoints", mine)
     leaders = {rank: view for rank, view in enumerate(views) if places[rank] == rank}
-    if any(view["finished"] for view in views):  # on the disk of what was process 0 then
+    if any(view["finished"] for view in views):  # only the disk of that run's process 0 has the report
         return Start(place, leads, one_disk, report=report or {})
     step = _newest(output, leaders, meeting.rank == 0)
     if step is None:
@@ -203,12 +228,19 @@ def agree(recipe: Recipe, meeting: Meeting, resume: bool) -> Start:
 
 
 def settle(start: Start, output: Path, from_scratch: bool) -> None:
-    """Leave in the output what the run begins with: no other checkpoint than whole ones up to that, no log of
-    steps still to come."""
+    """Removes the parts of an earlier run that do not belong to the start of this one.
+
+    Complete checkpoints up to `start.done` stay, and the log's lines up to that step.
+
+    Args:
+        start: as agreed.
+        output: the run's output.
+        from_scratch: remove all checkpoints.
+    """
     if not start.leads:
         return
     claim(output)
-    shutil.rmtree(output / SAVING, ignore_errors=True)  # of a run that was killed while it saved
+    shutil.rmtree(output / SAVING, ignore_errors=True)  # from a run that was killed while it saved
     if from_scratch:
         (output / _GIVEN_UP).touch()
     given_up = (output / _GIVEN_UP).exists()
@@ -220,13 +252,13 @@ def settle(start: Start, output: Path, from_scratch: bool) -> None:
         (output / REPORT).unlink(missing_ok=True)
     for left in output.glob(f"{_SHOWN}*"):
         left.unlink(missing_ok=True)
-    # a comparison before the first step is of step 0
+    # a comparison before the first step has step 0, hence -1
     shorten_log(output / LOG, -1 if given_up or not start.done else start.done)
     (output / _GIVEN_UP).unlink(missing_ok=True)
 
 
 def files_in(folder: Path) -> dict[str, int]:
-    """The files of a checkpoint that are to be seen from here, with their bytes."""
+    """Returns path -> bytes of a checkpoint's files that this process can see."""
     found = (
         Path(root) / name
         for root, _, names in os.walk(folder)
@@ -237,19 +269,26 @@ def files_in(folder: Path) -> dict[str, int]:
 
 
 def mark_complete(folder: Path, saved: Saved) -> None:
-    """Once it has its name, the checkpoint counts."""
+    """Writes the file `complete`. The checkpoint counts once it also has its name."""
     (folder / _COMPLETE).write_text(json.dumps(asdict(saved), indent=1) + "\n", encoding="utf-8")
 
 
 def read_saved(folder: Path) -> Saved:
-    """Raises InPlaceTTTError where the checkpoint does not say what it is."""
+    """Reads the file `complete`. Raises InPlaceTTTError if it is missing or damaged."""
     file = folder / _COMPLETE
-    return from_values(Saved, read_json(file, "it does not say what it holds"), str(file))
+    return from_values(Saved, read_json(file, "its list of files is missing or damaged"), str(file))
 
 
 def made_by(start: Start, facts: dict[str, Any]) -> Saved:
-    """What the run's checkpoints will say, but for their files. Raises InPlaceTTTError where what it goes on
-    from was made otherwise."""
+    """Returns the contents of `complete` for the run's checkpoints, without their files.
+
+    Args:
+        start: as agreed.
+        facts: settings, weights and data of the run (`changes.facts_of`).
+
+    Raises:
+        InPlaceTTTError: if the checkpoint to resume from was made with settings that cannot change.
+    """
     if start.checkpoint is None:
         return Saved({}, facts)
     before = read_saved(start.checkpoint)
@@ -260,8 +299,12 @@ def made_by(start: Start, facts: dict[str, Any]) -> Saved:
 
 
 def fault(folder: Path, readers: Sequence[int] = ()) -> str | None:
-    """What a checkpoint on this disk lacks, by its files' names and sizes and the processes that would read
-    it; None where nothing."""
+    """Returns the fault of a checkpoint on this disk, None if it is complete.
+
+    Args:
+        folder: the checkpoint.
+        readers: processes that would read it.
+    """
     try:
         saved = read_saved(folder)
     except InPlaceTTTError as error:
@@ -277,20 +320,20 @@ def fault(folder: Path, readers: Sequence[int] = ()) -> str | None:
             return f"{name} has {here[name]:,} bytes instead of {size:,}"
     if saved.ranks and not set(readers) <= set(saved.ranks):
         return (
-            f"it is what processes {saved.ranks} saved, and {list(readers)} would read it: give each "
+            f"processes {saved.ranks} saved it and {list(readers)} would read it: give each "
             "node the rank it had"
         )
     return None
 
 
 def last_checkpoint(output: str | os.PathLike[str]) -> Path | None:
-    """The newest checkpoint on this disk that was written to its end."""
+    """Returns the newest complete checkpoint on this disk, None without one."""
     whole = complete_checkpoints(Path(output))
     return whole[-1] if whole else None
 
 
 def complete_checkpoints(output: Path) -> list[Path]:
-    """The checkpoints on this disk that were written to their end, oldest first."""
+    """Returns the complete checkpoints on this disk, oldest first."""
     return [
         folder
         for _, folder in sorted(_folders(output).items())
@@ -299,7 +342,10 @@ def complete_checkpoints(output: Path) -> list[Path]:
 
 
 def _place(meeting: Meeting, output: Path) -> int:
-    """The lowest rank whose output this process sees; the first process of each node shows a file there."""
+    """Returns the lowest rank whose output this process sees.
+
+    The first process of each node creates a file there, and every process looks for these files.
+    """
     on_one_node = (
         int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 0) == meeting.world
     )
@@ -321,7 +367,10 @@ def _place(meeting: Meeting, output: Path) -> int:
 
 
 def _newest(output: Path, leaders: dict[int, dict[str, Any]], says: bool) -> int | None:
-    """The newest step whose checkpoint is whole in every place, None where there are none at all."""
+    """Returns the newest step whose checkpoint is complete in every place, None without checkpoints.
+
+    Raises InPlaceTTTError if there are checkpoints and none is complete everywhere.
+    """
     known = {int(step) for view in leaders.values() for step in [*view["whole"], *view["broken"]]}
     usable = known.intersection(*(view["whole"] for view in leaders.values()))
     lacking = {step: _who_lacks(leaders, step) for step in known - usable}
@@ -364,13 +413,15 @@ def _folder(output: Path, step: int) -> Path:
 
 
 def _folders(output: Path) -> dict[int, Path]:
-    """Every folder that has a checkpoint's name, by its step."""
+    """Returns step -> folder for every folder with a checkpoint's name."""
     return {step: entry for step, entry in _named(output).items() if entry.is_dir()}
 
 
 def _named(output: Path) -> dict[int, Path]:
-    """Whatever has a checkpoint's name, by its step; none where there is no such output, or another rank has
-    just removed it."""
+    """Returns step -> path for everything with a checkpoint's name.
+
+    The result is empty if the output is missing, or another rank removes it meanwhile.
+    """
     try:
         found = sorted(
             (folder.name.rpartition("-")[2], folder) for folder in output.glob(f"{PREFIX_CHECKPOINT_DIR}-*")
@@ -381,8 +432,15 @@ def _named(output: Path) -> dict[int, Path]:
 
 
 def shorten_log(log: Path, done: int) -> None:
-    """Drop the lines of later steps, which a run that goes on writes again. Raises InPlaceTTTError for a file
-    that is no log of ours."""
+    """Removes the lines of later steps, which a resumed run writes again.
+
+    Args:
+        log: the log; it may be missing.
+        done: last step to keep.
+
+    Raises:
+        InPlaceTTTError: if the file is not a run's log.
+    """
     if not log.is_file():
         return
     kept, lines = [], log.read_bytes().decode("utf-8", "replace").splitlines()

@@ -1,5 +1,7 @@
-"""How a run saves: into a temporary folder first, under its own name once it is whole; and a trial of it
-before the first step."""
+"""Saving: into a temporary folder first, which gets its name once it is complete.
+
+A trial before the first step finds models that cannot be saved.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,11 @@ logger = logging.getLogger(__name__)
 
 
 class TrialSave(TrainerCallback):
-    """Before the first step, save all but the weights: transformers loads configs that it then refuses to
-    save."""
+    """Saves everything but the weights before the first step.
+
+    transformers loads configs that it then refuses to save; without the trial the run would fail at its first
+    checkpoint.
+    """
 
     def __init__(self, output: Path) -> None:
         self.folder = output / SAVING / "trial"
@@ -45,7 +50,15 @@ class TrialSave(TrainerCallback):
 
 @contextmanager
 def saving(folder: Path, remedy: str) -> Iterator[None]:
-    """Report in one sentence whatever a writer raises on disk or data that it refuses."""
+    """Turns errors of a writer, from the disk or from data that it refuses, into one sentence.
+
+    Args:
+        folder: the folder that is saved, for the message.
+        remedy: end of the message.
+
+    Raises:
+        InPlaceTTTError: for such an error.
+    """
     try:
         yield
     except InPlaceTTTError:
@@ -55,13 +68,16 @@ def saving(folder: Path, remedy: str) -> Iterator[None]:
 
 
 def install(staging: Path, target: Path, kind: str) -> None:
-    """Give a folder that has been saved its name."""
+    """Records a saved folder's files in a manifest, then renames the folder to `target`."""
     write_manifest(staging, kind)
     put_in_place(staging, target)
 
 
 def keep_newest(output: Path, count: int) -> None:
-    """Remove older checkpoints of the run, and in them only the files that the run wrote."""
+    """Removes the run's checkpoints but the newest `count`.
+
+    Only files that the run wrote are removed; a warning names others.
+    """
     for folder in complete_checkpoints(output)[:-count]:
         if (left := remove_written(folder)) is not None:
             logger.warning("%s is not removed whole: it holds %s, which this run did not write", folder, left)

@@ -1,5 +1,4 @@
-"""How fast a run trains: seconds a step without what comes between steps, tokens a second, the use of the
-device."""
+"""The speed of training: seconds per step without pauses, tokens per second, and use of the device."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from ..recipe.recipe import Recipe
 
 
 class Clock:
-    """Seconds of training; it stands while a run evaluates, saves or diagnoses."""
+    """Counts seconds of training. It stops while a run evaluates, saves or diagnoses."""
 
     def __init__(self) -> None:
         self._gone, self._since = 0.0, time.perf_counter()
@@ -26,7 +25,7 @@ class Clock:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Within it the clock stands; what the device was given before is waited for."""
+        """Within it the clock stands still. Waits first for the work that the device was given before."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         seconds = self.read()
@@ -38,15 +37,22 @@ class Clock:
 
 @dataclass
 class Speed:
-    """Of the steps of one run. flops: of the model in one step, over all devices, without recomputation.
-    peak: of one device."""
+    """The speed of the steps of one run.
+
+    Attributes:
+        flops: the model's operations in one step, over all devices, without recomputation.
+        peak: operations per second of one device, None if unknown.
+    """
 
     recipe: Recipe
     clock: Clock
     flops: int
     peak: float | None
     first: tuple[int, float] | None = None
-    """Steps done, and the clock, after the first step of this process, which compiles and takes memory."""
+    """Steps done and clock after the first step of this process.
+
+    The first step is slower: it compiles and allocates memory.
+    """
     last: tuple[int, float] | None = None
 
     def after_step(self, steps: int) -> None:
@@ -54,8 +60,14 @@ class Speed:
         self.first = self.first or self.last
 
     def since(self, then: tuple[int, float]) -> dict[str, float]:
-        """Of the steps after `then`: seconds a step, tokens a second; of each device operations a second and
-        their part of its peak."""
+        """Returns the speed of the steps after `then`.
+
+        Args:
+            then: steps done, and the clock.
+
+        Returns:
+            Seconds per step and tokens per second; per device, TFLOP per second and the fraction of its peak.
+        """
         assert self.last is not None
         steps = self.last[0] - then[0]
         seconds = (self.last[1] - then[1]) / steps
@@ -70,12 +82,12 @@ class Speed:
         return {name: float(f"{value:.4g}") for name, value in found.items()}
 
     def of_run(self) -> dict[str, float]:
-        """Without its first step; empty where there is no other."""
+        """Returns the speed without the first step; empty after only one step."""
         return self.since(self.first) if self.first and self.last and self.last > self.first else {}
 
 
 class SpeedLog(TrainerCallback):
-    """How fast the steps since the last log were, in each line of it."""
+    """Adds the speed of the steps since the last log to each log."""
 
     def __init__(self, speed: Speed) -> None:
         self.speed = speed

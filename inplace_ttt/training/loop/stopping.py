@@ -1,5 +1,4 @@
-"""How a process of a run ends when it is told to: with a checkpoint after a signal, and never later than what
-started it."""
+"""Stopping a process of a run: with a checkpoint after a signal, and together with its launcher."""
 
 from __future__ import annotations
 
@@ -14,24 +13,35 @@ from typing import Any
 from transformers import TrainerCallback
 
 LAUNCHER = "INPLACE_TTT_LAUNCHER"
-"""Environment variable: the process id of `inplace-ttt train`, which holds the output and ends with its
-children."""
+"""Environment variable: the process id of `inplace-ttt train`.
+
+That process holds the output and ends with its children.
+"""
 REFUSAL = "INPLACE_TTT_REFUSAL"
-"""Environment variable: a file of `inplace-ttt train`, into which a process writes why the run is refused
-instead of printing it."""
+"""Environment variable: a file of `inplace-ttt train`.
+
+A process writes the reason of a refusal there instead of printing it.
+"""
 STOPPED = 128 + signal.SIGTERM
-"""Exit code of a run that a signal stopped: the same command goes on where it was."""
+"""Exit code of a run that a signal stopped. The same command resumes it."""
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-"""What asks a run to stop: schedulers send SIGTERM or SIGUSR1 before they kill, a terminal sends SIGHUP when
-it closes."""
+"""Signals that stop a run.
+
+Schedulers send SIGTERM or SIGUSR1 before they kill. A terminal sends SIGHUP when it closes.
+"""
 _POLL = 0.5
 _LAUNCHERS = (LAUNCHER, "TORCHELASTIC_RUN_ID", "CROSS_RANK")
-"""Who sets one of these (we, torchrun, DeepSpeed) watches over its children; a shell that starts a process by
-hand may leave before it."""
+"""Variables that `inplace-ttt train`, torchrun and DeepSpeed's launcher set for their children.
+
+These launchers watch over their children; a shell that starts a process by hand may exit before it.
+"""
 
 
 def end_with_launcher() -> None:
-    """A thread that ends this process when the launcher that started it is gone, however it went."""
+    """Starts a thread that kills this process when its launcher is gone, for any reason.
+
+    A process that was started by hand gets no such thread.
+    """
     if not any(name in os.environ for name in _LAUNCHERS):
         return
     parent = int(os.environ.get(LAUNCHER) or os.getppid())
@@ -46,8 +56,10 @@ def end_with_launcher() -> None:
 
 @contextmanager
 def on_signals(action: Callable[[], None]) -> Iterator[None]:
-    """Within it each of `SIGNALS` calls `action`; one that is ignored, as under nohup, stays so. Only the
-    main thread can catch them."""
+    """Within it each of `SIGNALS` calls `action`.
+
+    A signal that is ignored, as under nohup, stays ignored. Outside the main thread nothing is caught.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -61,15 +73,17 @@ def on_signals(action: Callable[[], None]) -> Iterator[None]:
 
 
 class Stopping(TrainerCallback):
-    """One of `SIGNALS` while a run trains: a checkpoint at the end of the step, then the end.
+    """Saves a checkpoint at the end of the step after one of `SIGNALS`, and ends training.
 
-    `asked` is this process's own signal. All processes have to stop after the same step, or those that go on
-    wait for ever in a
-    collective: the trainer sums what each was asked with the loss, and says so by `agreed`. (transformers'
-        own
-    `enable_jit_checkpoint` stops each process where its own timer finds it.)
+    All processes must stop after the same step, or the others would wait forever in a collective. So the
+    trainer sums `asked` over all processes together with the loss, and sets `agreed`. transformers has
+    `enable_jit_checkpoint`, but its processes stop whenever their own timers find the signal.
 
-    every: steps after which a run can be gone on from.
+    Attributes:
+        every: a run can resume only after a multiple of this number of steps.
+        asked: this process received a signal.
+        agreed: some process received one.
+        stopped: training ended early.
     """
 
     def __init__(self, every: int = 1) -> None:
@@ -77,7 +91,7 @@ class Stopping(TrainerCallback):
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Within it the signals are noted; around it the process ends by them."""
+        """Within it the signals are noted; outside they end the process."""
         with on_signals(lambda: setattr(self, "asked", True)):
             yield
 

@@ -1,5 +1,4 @@
-"""The Hugging Face Trainer, taught what a converted model needs: parameter groups, shared rows, whole
-checkpoints."""
+"""The Hugging Face Trainer for converted models: parameter groups, shared rows and complete checkpoints."""
 
 from __future__ import annotations
 
@@ -44,13 +43,22 @@ _FROM_LAST = "free some space, and resume from the last complete one"
 
 
 class FastWeightTrainer(Trainer):
-    """Trains a converted model by a recipe. Rows come in the order of the dataset, from where a resumed run
-    stopped."""
+    """Trains a converted model by a recipe.
+
+    Rows come in the order of the dataset, which starts at the first row of a resumed run.
+
+    Args:
+        recipe: the run's recipe.
+        start: as all processes have agreed.
+        made_by: contents of every checkpoint's file `complete`, without its files.
+        clock: paused while the run evaluates or saves.
+        stopping: receives signals, and the agreement to stop.
+        kwargs: arguments of the Trainer.
+    """
 
     def __init__(
         self, recipe: Recipe, start: Start, made_by: Saved, clock: Clock, stopping: Stopping, **kwargs: Any
     ) -> None:
-        """made_by: what every checkpoint will say, but for its files."""
         self.recipe, self.run_start, self.made_by, self.clock, self.stopping = (
             recipe,
             start,
@@ -90,8 +98,10 @@ class FastWeightTrainer(Trainer):
         return self.lr_scheduler
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """The checkpoint's moments and place in the schedule; rates, decay and betas are the recipe's of
-        today."""
+        """Loads the checkpoint's moments and its place in the schedule.
+
+        Rates, decays and betas come from the recipe as it is now.
+        """
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
             return
@@ -104,17 +114,22 @@ class FastWeightTrainer(Trainer):
             group["initial_lr"] = rates[group["name"]]
             group["lr"] = group["initial_lr"] * factor(scheduler.last_epoch)
         scheduler.base_lrs = [group["initial_lr"] for group in self.optimizer.param_groups]
-        scheduler._last_lr = [group["lr"] for group in self.optimizer.param_groups]  # what is logged
+        scheduler._last_lr = [group["lr"] for group in self.optimizer.param_groups]  # the logged rates
 
     def _init_training_state(self, max_steps: int, *args: Any) -> Any:
-        """As the Trainer does, which takes a resumed run's intervals of logs, saves and evaluations from the
-        checkpoint."""
+        """Takes the intervals of logs, saves and evaluations from the arguments.
+
+        The Trainer would take a resumed run's intervals from the checkpoint.
+        """
         place = super()._init_training_state(max_steps, *args)
         self.state.compute_steps(self.args, max_steps)
         return place
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """No step where all have been made: a run that was ended between its last checkpoint and `final`."""
+        """Makes no step if all are made.
+
+        This happens if a run was ended between its last checkpoint and `final`.
+        """
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return
@@ -124,8 +139,10 @@ class FastWeightTrainer(Trainer):
         return SequentialSampler(train_dataset if train_dataset is not None else self.train_dataset)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """The first batch of a resumed run brings the generators' states back: opening the loader has drawn
-        from them."""
+        """Restores the random generators with the first batch of a resumed run.
+
+        Opening the loader has drawn from them.
+        """
         samples = super().get_batch_samples(*args, **kwargs)
         if self.resumes_from is not None:
             self._load_rng_state(str(self.resumes_from))
@@ -133,8 +150,10 @@ class FastWeightTrainer(Trainer):
         return samples
 
     def _get_num_items_in_batch(self, batch_samples: list[dict[str, Tensor]], device: Any) -> Tensor:
-        """Targets of this optimiser step over all ranks; rows that ranks share carry theirs shifted
-        already."""
+        """Returns the targets of this optimizer step over all ranks, at least 1.
+
+        Rows that ranks share have shifted labels already.
+        """
         count = sum(
             (batch["shift_labels"] if "shift_labels" in batch else batch["labels"][:, 1:]).ne(IGNORED).sum()
             for batch in batch_samples
@@ -142,10 +161,13 @@ class FastWeightTrainer(Trainer):
         return _summed(torch.as_tensor(count, dtype=torch.int64), device).clamp(min=1)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As the Trainer does, which steps within the backward; steps that DeepSpeed skips are counted."""
+        """Makes a step of the Trainer, and counts the steps that DeepSpeed skips.
+
+        The optimizer steps within the backward pass.
+        """
         engine = self.model_wrapped
-        # Called under stage 0 in float32 alone, the one case in which DeepSpeed lets a gradient pass that is
-        # not finite.
+        # DeepSpeed calls it only under stage 0 in float32, the one case in which it accepts gradients that
+        # are not finite.
         engine.clip_fp32_gradients = functools.partial(
             clip_finite, self.model.parameters(), self.args.max_grad_norm
         )
@@ -162,18 +184,21 @@ class FastWeightTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | None = None,
     ) -> Any:
-        """Mean over the step's targets, wherever their rank and micro-step.
+        """Returns the mean loss over the step's targets on all ranks and in all micro-steps.
 
-        A rank's part of the sum is scaled by the number of ranks that DeepSpeed will divide the sum of
-        gradients by. (Gathering the losses through autograd, as the Trainer does by itself for ranks that
-        share rows, hands every rank its gradient once for each of them: a norm `sequence_parallel` times too
-        large wherever DeepSpeed divides by less.)
+        DeepSpeed divides the sum of gradients by a number of ranks, so each rank's part of the loss is
+        multiplied by that number. For ranks that share rows, the Trainer itself would gather the losses
+        through autograd. That returns a rank's gradient once per sharing rank: the norm becomes
+        `sequence_parallel_size` times too large wherever DeepSpeed divides by less.
+
+        Raises:
+            NotSoError: if the loss is not finite on some rank.
         """
         if needs_document_lengths(self.recipe):
             inputs = with_document_lengths(inputs)
         outputs = model(**where_learnt(inputs), num_items_in_batch=num_items_in_batch)
         loss = outputs.loss * self._divided_by
-        # whose mean over the ranks is the loss
+        # the mean of `reported` over the ranks is the loss
         reported = outputs.loss.detach() * self.accelerator.num_processes
         loss = loss + (reported - loss.detach())
         self._look_around(loss.detach())
@@ -181,15 +206,19 @@ class FastWeightTrainer(Trainer):
 
     @property
     def _divided_by(self) -> int:
-        """What DeepSpeed divides the sum of all ranks' gradients by: the ranks of one row count once, except
-        where ZeRO-3 scatters."""
+        """The number that DeepSpeed divides the sum of all ranks' gradients by.
+
+        The ranks of one row count once, except if ZeRO-3 scatters gradients.
+        """
         zero = self.recipe.deepspeed_settings.get("zero_optimization", {})
         scatters = zero.get("stage") == 3 and zero.get("reduce_scatter", True)
         return self.recipe.parallel.world // (1 if scatters else self.recipe.parallel.sequence_parallel_size)
 
     def _look_around(self, loss: Tensor) -> None:
-        """Over all ranks, before the gradient reaches any weight: is the loss finite, and was any of them
-        asked to stop?"""
+        """Checks over all ranks that the loss is finite, and whether any rank was asked to stop.
+
+        This happens before the gradient reaches any weight. Raises NotSoError for a loss that is not finite.
+        """
         mine = torch.tensor([0.0, float(self.stopping.asked)], device=loss.device)
         mine[0] = loss
         total, asked = _summed(mine, loss.device).tolist()
@@ -200,14 +229,18 @@ class FastWeightTrainer(Trainer):
             raise NotSoError(
                 f"the loss is not finite at step {step}; the weights are as before it, and the last "
                 f"checkpoint is {last or 'none'}: "
-                f"{lower if step > 1 else 'nothing has learnt yet, so look for damaged weights or bad rows, or lower eta'}."
+                f"{lower if step > 1 else 'nothing is trained yet, so look for damaged weights or bad rows, or lower eta'}."
             )
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Held-out loss, a mean over tokens, and accuracy with writes (`eval_loss`), without
-        (`eval_off_loss`), and on minus off."""
+        """Measures held-out loss, a mean over tokens, and accuracy.
+
+        Returns:
+            `eval_loss` with writes, `eval_off_loss` without, their difference, both accuracies and the
+            seconds.
+        """
         rows, name, began = eval_dataset or self.eval_dataset, metric_key_prefix, time.perf_counter()
         with self.clock.paused():
             metrics = self._held_out(rows, name)
@@ -220,7 +253,10 @@ class FastWeightTrainer(Trainer):
         return metrics
 
     def _held_out(self, rows: Any, name: str) -> dict[str, float]:
-        """Over all ranks, each with rows of its own or, where ranks share rows, its part of them."""
+        """Returns loss and accuracy over all ranks.
+
+        Each rank reads rows of its own or, if ranks share rows, its part of them.
+        """
         self.model.eval()
         sums = torch.zeros(3, dtype=torch.float64)
         group = ulysses_group()
@@ -242,7 +278,10 @@ class FastWeightTrainer(Trainer):
         )
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """As the Trainer does, but a tied weight once: DeepSpeed hands over a copy for each of its names."""
+        """Saves as the Trainer does, but a tied weight once.
+
+        DeepSpeed passes one copy for each of its names.
+        """
         tied = getattr(self.model, "all_tied_weights_keys", None) or {}
         if state_dict is not None:
             state_dict = {
@@ -251,7 +290,10 @@ class FastWeightTrainer(Trainer):
         super()._save(output_dir, state_dict)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """As the Trainer does, then checked and marked as complete; only then older ones go."""
+        """Saves as the Trainer does, then checks the checkpoint and marks it as complete.
+
+        Older checkpoints are removed only after that.
+        """
         output, start = Path(self.args.output_dir), self.run_start
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         target, folder = output / name, Path(self._get_output_dir(trial)) / name
@@ -282,18 +324,30 @@ class FastWeightTrainer(Trainer):
         _barrier()
 
     def _get_output_dir(self, trial: Any) -> str:
-        """Where the Trainer saves; a checkpoint gets its name once it is whole."""
+        """Returns the temporary folder that the Trainer saves into."""
         return str(Path(self.args.output_dir) / SAVING)
 
     def _save_common_files(self, folder: Path) -> None:
-        """What rank 0 saves and every rank reads at resume, on a disk that rank 0 does not see."""
+        """Saves the files that every rank reads at resume, on a disk that rank 0 does not see.
+
+        Elsewhere rank 0 saves them.
+        """
         self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
         torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
         (folder / "latest").write_text(f"global_step{self.model_wrapped.global_steps}")
 
     def save_final(self, describe: Callable[[Path], None]) -> Path:
-        """The trained checkpoint as `output`/final, whole or not at all; for LoRA the adapter alone.
-        describe: writes its card."""
+        """Saves the trained checkpoint as `output`/final, complete or not at all; for LoRA the adapter alone.
+
+        Args:
+            describe: writes the model card into a folder.
+
+        Returns:
+            The folder.
+
+        Raises:
+            InPlaceTTTError: if the disk or a foreign file prevents it.
+        """
         final = Path(self.recipe.output) / FINAL
         staging = Path(self.recipe.output) / SAVING / FINAL
         for config in (self.model.config, self.model.config.get_text_config()):
@@ -328,7 +382,7 @@ def _barrier() -> None:
 
 
 def _from_all(value: Any) -> list[Any]:
-    """Every rank's value."""
+    """Returns every rank's value, by rank."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()

@@ -1,1 +1,1 @@
-"""A run: its processes, and what each one does."""
+"""The processes of a run, and the work of each."""

@@ -1,4 +1,4 @@
-"""What a run says of itself in the card of its trained checkpoint."""
+"""The model card of a run's trained checkpoint."""
 
 from __future__ import annotations
 
@@ -24,8 +24,16 @@ def write_run_card(
     steps: int,
     evaluation: Mapping[str, float],
 ) -> None:
-    """Into a folder of trained weights that is being made. evaluation: of the held-out rows, as the Trainer
-    names its numbers."""
+    """Writes the model card into a folder of trained weights that is being made.
+
+    Args:
+        folder: the folder.
+        recipe: the run's recipe.
+        model: the trained model.
+        data: report on the run's data.
+        steps: optimizer steps made.
+        evaluation: the figures of the held-out rows, with the Trainer's names; may be empty.
+    """
     source = None if recipe.model.path is None else open_model(recipe.model.path)
     base = (source and source.described_base) or {"name_or_path": recipe.model.path}
     held_out = None

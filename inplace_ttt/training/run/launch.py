@@ -1,5 +1,7 @@
-"""Start a run's processes, and end with them: on this machine by itself, on several by DeepSpeed's launcher
-or torchrun."""
+"""Starts a run's processes and ends with them.
+
+On one machine it starts them itself, on several through DeepSpeed's launcher or torchrun.
+"""
 
 from __future__ import annotations
 
@@ -28,16 +30,24 @@ logger = logging.getLogger(__name__)
 
 _POLL = 0.1
 _GRACE = 10.0
-"""Seconds that the other processes of a run get to end by themselves when one has failed."""
+"""Seconds that the other processes of a run get to end by themselves after one has failed."""
 
 
 def launch(recipe: Recipe, arguments: Sequence[str]) -> int:
-    """Run `python -m inplace_ttt.training RECIPE …` as often as the recipe asks, to its end; returns its exit
-    code.
+    """Runs `python -m inplace_ttt.training RECIPE …` in as many processes as the recipe asks for, to the end.
 
-    Raises InPlaceTTTError with the reason where the run was refused.
-    The children log to stderr. A signal to stop is passed on to them, and they end with a checkpoint; an
-    interruption ends them at once.
+    The children log to stderr. A signal to stop is passed on to them, and they end with a checkpoint. An
+    interruption (Ctrl-C) ends them at once.
+
+    Args:
+        recipe: the run's recipe.
+        arguments: command-line arguments of every process.
+
+    Returns:
+        The exit code of the run.
+
+    Raises:
+        InPlaceTTTError: with the reason if the run was refused.
     """
     check_packages(recipe)
     environment = dict(os.environ)
@@ -46,7 +56,7 @@ def launch(recipe: Recipe, arguments: Sequence[str]) -> int:
         environment.setdefault(
             "OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // recipe.parallel.nproc_per_node))
         )
-    here = str(Path(__file__).parents[3])  # the package as this process has it, installed or not
+    here = str(Path(__file__).parents[3])  # the children import this process's package, installed or not
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (here, environment.get("PYTHONPATH"))))
     _warn_of_locked_builds()
     with tempfile.NamedTemporaryFile() as refusal:
@@ -59,7 +69,7 @@ def launch(recipe: Recipe, arguments: Sequence[str]) -> int:
 
 
 def _started(recipe: Recipe, arguments: Sequence[str], environment: Mapping[str, str]) -> int:
-    """The exit code of the run's processes on this machine, or of the launcher that the recipe names."""
+    """Returns the exit code of the run's processes here, or of the launcher that the recipe names."""
     if not recipe.parallel.starts_itself:
         launcher = {"torchrun": by_torchrun, "deepspeed": by_deepspeed}[recipe.parallel.launcher]
         return _run_all([(launcher(recipe, arguments), environment)])
@@ -74,7 +84,17 @@ def _started(recipe: Recipe, arguments: Sequence[str], environment: Mapping[str,
 
 
 def one_node(processes: int, port: int) -> Iterator[dict[str, str]]:
-    """What tells each process of this machine who it is, and that it ends with this one."""
+    """Yields the environment variables of each process on this machine.
+
+    They hold its rank and the process to end with.
+
+    Args:
+        processes: number of processes.
+        port: free port of the store.
+
+    Raises:
+        InPlaceTTTError: if the machine has fewer devices than processes.
+    """
     devices = torch.cuda.device_count() if torch.cuda.is_available() else processes
     if processes > devices:
         raise InPlaceTTTError(
@@ -88,7 +108,15 @@ def one_node(processes: int, port: int) -> Iterator[dict[str, str]]:
 
 
 def by_torchrun(recipe: Recipe, arguments: Sequence[str]) -> list[str]:
-    """The command line of torchrun on one node, which meets those of the others."""
+    """Returns the command line of torchrun on one node.
+
+    Args:
+        recipe: the run's recipe.
+        arguments: command-line arguments of every process.
+
+    Raises:
+        InPlaceTTTError: if there are several nodes and the recipe lacks their meeting point.
+    """
     parallel = recipe.parallel
     line = [
         sys.executable,
@@ -113,8 +141,17 @@ def by_torchrun(recipe: Recipe, arguments: Sequence[str]) -> list[str]:
 
 
 def by_deepspeed(recipe: Recipe, arguments: Sequence[str]) -> list[str]:
-    """The command line of DeepSpeed's launcher, which starts the nodes of the recipe's hostfile; they meet at
-    a port of its own."""
+    """Returns the command line of DeepSpeed's launcher, which starts the nodes of the recipe's hostfile.
+
+    The nodes meet at a port that the launcher chooses.
+
+    Args:
+        recipe: the run's recipe.
+        arguments: command-line arguments of every process.
+
+    Raises:
+        InPlaceTTTError: if the launcher or the hostfile is missing.
+    """
     parallel = recipe.parallel
     launcher = shutil.which(
         "deepspeed", path=os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
@@ -148,8 +185,10 @@ def by_deepspeed(recipe: Recipe, arguments: Sequence[str]) -> list[str]:
 
 
 def _run_all(lines: list[tuple[list[str], Mapping[str, str]]]) -> int:
-    """Run commands beside each other, each in a session of its own, so that a terminal's Ctrl-C reaches this
-    process alone."""
+    """Runs commands in parallel, each in a session of its own.
+
+    A terminal's Ctrl-C then reaches this process alone.
+    """
     processes: list[subprocess.Popen[bytes]] = []
     asked = threading.Event()
     with on_signals(asked.set):
@@ -161,14 +200,14 @@ def _run_all(lines: list[tuple[list[str], Mapping[str, str]]]) -> int:
             return _wait(processes, asked)
         finally:
             for process in processes:
-                if process.poll() is None:  # not yet reaped, so that the number is still its own
+                if process.poll() is None:  # not yet reaped, so the process id cannot belong to another
                     with suppress(ProcessLookupError):
                         os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], asked: threading.Event) -> int:
-    """The exit code of the first that fails, once all have ended; 0 where none does."""
+    """Returns the exit code of the first process that fails, once all have ended; 0 if none fails."""
     code, until, passed_on = 0, float("inf"), False
     while sum(process.poll() is None for process in processes) and time.monotonic() < until:
         if asked.is_set() and not passed_on:
@@ -197,8 +236,10 @@ def _first_failure(processes: list[subprocess.Popen[bytes]]) -> int:
 
 
 def _warn_of_locked_builds() -> None:
-    """DeepSpeed compiles its operators at the first start; a lock that a killed start left is waited for
-    without end, or a word."""
+    """Warns of locks that a killed start left behind.
+
+    DeepSpeed compiles its operators at the first start. It waits for such a lock without end or message.
+    """
     from torch.utils.cpp_extension import get_default_build_root
 
     builds = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
@@ -217,7 +258,9 @@ def _free_port() -> int:
 
 
 def _remove_shared_memory(port: int) -> None:
-    """What the processes that met at this port left behind: DeepSpeed's CPU reduction never frees its 66 MiB
-    each."""
+    """Removes the shared memory of the processes that met at this port.
+
+    DeepSpeed's CPU reduction never frees its 66 MiB per process.
+    """
     for left in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_{os.getuid()}_*_{port}_*"):
         left.unlink(missing_ok=True)

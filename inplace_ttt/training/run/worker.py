@@ -1,4 +1,4 @@
-"""One process of a run: prepare the model and its rows, train, save the trained checkpoint and the report."""
+"""One process of a run: prepares the model and its rows, trains, and saves the checkpoint and the report."""
 
 from __future__ import annotations
 
@@ -56,12 +56,16 @@ logger = logging.getLogger(__name__)
 
 
 def meet(recipe: Recipe) -> Meeting:
-    """The other processes of the run, `recipe.parallel.world` with this one, by what a launcher put into the
-    environment."""
+    """Joins the other processes of the run, by the environment that a launcher sets.
+
+    Args:
+        recipe: the run's recipe.
+
+    Raises:
+        InPlaceTTTError: without such an environment, or with another number of processes than in the recipe.
+    """
     if "RANK" not in os.environ:
-        slurm = (
-            "; srun alone does not number them as torch wants it: let it start inplace-ttt train, once a node"
-        )
+        slurm = "; srun alone does not set RANK: let it start inplace-ttt train, once per node"
         raise InPlaceTTTError(
             "this is one process of a run; start them with `inplace-ttt train`, torchrun, or DeepSpeed's "
             "launcher"
@@ -77,15 +81,26 @@ def meet(recipe: Recipe) -> Meeting:
 
 
 def run(recipe: Recipe, meeting: Meeting, *, resume: bool = True, audit: bool = True) -> dict[str, Any]:
-    """Train by the recipe in this process, one of those that meet.
+    """Trains by the recipe in this process, one of those that meet.
 
-    resume: go on from the last checkpoint in `recipe.output` that is whole, if there is one.
-    audit: refuse to start on a deviation from the paper that the recipe does not declare.
-    Returns the report that is also written to `output`/train_report.json. One of `stopping.SIGNALS` while it
-    trains: SystemExit with `STOPPED`, after a checkpoint.
+    A signal of `stopping.SIGNALS` during training saves a checkpoint and ends the process (SystemExit with
+    `STOPPED`).
+
+    Args:
+        recipe: the run's recipe.
+        meeting: the run's processes.
+        resume: resume from the last complete checkpoint in `recipe.output`, if there is one.
+        audit: refuse to start if the audit finds a fault or, with a profile, an undeclared deviation.
+
+    Returns:
+        The report, also written to `output`/train_report.json.
+
+    Raises:
+        InPlaceTTTError: if the run is refused.
+        NotSoError: if the audit or a guard stops the run.
     """
     output = Path(recipe.output)
-    holds = meeting.rank == 0 and LAUNCHER not in os.environ  # our launcher has it already
+    holds = meeting.rank == 0 and LAUNCHER not in os.environ  # otherwise our launcher holds it
     with held(recipe, resume) if holds else nullcontext():
         check_packages(recipe)
         start = agree(recipe, meeting, resume)
@@ -101,7 +116,7 @@ def _train(ready: Prepared, recipe: Recipe) -> dict[str, Any]:
     with trainer.stopping.noted():
         result = trainer.train(resume_from_checkpoint=str(start.checkpoint) if start.checkpoint else None)
     state = trainer.state
-    # the second: after the last look, when all steps are made and saved
+    # `asked` alone: the signal came after the ranks' last agreement, when all steps are made and saved
     if trainer.stopping.stopped or trainer.stopping.asked:
         logger.warning(
             "stopped after step %d of %d, as asked; the same command goes on from there",
@@ -139,7 +154,11 @@ def _train(ready: Prepared, recipe: Recipe) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that can start. warnings: what is said of it, until its end."""
+    """A run that can start.
+
+    Attributes:
+        warnings: warnings for the report, which grow until the run ends.
+    """
 
     trainer: FastWeightTrainer
     speed: Speed
@@ -149,12 +168,24 @@ class Prepared:
 
 
 def prepare(recipe: Recipe, meeting: Meeting, start: Start, resume: bool, audit: bool) -> Prepared:
-    """Everything that can be refused is refused here, before the first step; and what is left of an earlier
-    run put in order."""
+    """Builds everything that a run needs, and puts the output in order after an earlier run.
+
+    Every refusal happens here, before the first step.
+
+    Args:
+        recipe: the run's recipe.
+        meeting: the run's processes.
+        start: as all processes have agreed.
+        resume: the run may resume.
+        audit: audit the run if it is new or changed.
+
+    Raises:
+        InPlaceTTTError: if the run is refused.
+    """
     output, main = Path(recipe.output), meeting.rank == 0
     shape = meta_model(recipe)
     facts = facts_of(recipe, shape)
-    made_by(start, facts)  # refuses what it can before the data is read, which may take hours
+    made_by(start, facts)  # refuses early: reading the data may take hours
     check_sharing(recipe, config_of(shape).chunk_size, shape.config)
     tokenizer = read_tokenizer(recipe, shape)
     data = build_data(recipe, tokenizer, config_of(shape).chunk_size)
@@ -171,7 +202,7 @@ def prepare(recipe: Recipe, meeting: Meeting, start: Start, resume: bool, audit:
     os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(output / "tensorboard"))
     arguments = training_arguments(recipe, start.one_disk)
     model = build_model(recipe)
-    # a vision-language model's text decoder reads its own
+    # a vision-language model's text decoder has a config of its own
     for config in (model.config, model.config.get_text_config()):
         config.use_cache = False
     shared = recipe.parallel.sequence_parallel_size
@@ -192,7 +223,7 @@ def prepare(recipe: Recipe, meeting: Meeting, start: Start, resume: bool, audit:
     held_out = data.validation and data.validation.select(
         range(min(len(data.validation), recipe.monitor.evaluate_rows))
     )
-    # where all is done, nobody reads them
+    # if all steps are done, the rows are not read
     rows = rows_to_come(data.train, recipe, min(start.done, recipe.steps - 1), start.checkpoint)
     micro_steps = recipe.training.gradient_accumulation_steps * recipe.parallel.world
     speed = Speed(recipe, Clock(), model_flops(recipe, shape) * micro_steps, device_peak(recipe))
@@ -217,7 +248,7 @@ def hold_audit(recipe: Recipe, shape: PreTrainedModel, data: TrainingData, outpu
     """Audits the run and writes the report into its folder.
 
     Raises:
-        NotSoError: if a fault is found; of a recipe with a profile, also if it deviates undeclared.
+        NotSoError: if a fault is found, or if the recipe has a profile and deviates from it undeclared.
     """
     profile = recipe.audit.profile
     report = audit_recipe(recipe, data=data)
@@ -240,8 +271,15 @@ def hold_audit(recipe: Recipe, shape: PreTrainedModel, data: TrainingData, outpu
 
 
 def read_tokenizer(recipe: Recipe, model: PreTrainedModel) -> Any:
-    """The recipe's tokenizer, refused where it is another model's than `model`, on any device; None for data
-    that needs none."""
+    """Returns the recipe's tokenizer, None if the data needs none.
+
+    Args:
+        recipe: the run's recipe.
+        model: the recipe's model, on any device.
+
+    Raises:
+        InPlaceTTTError: if the tokenizer is missing, or belongs to another model.
+    """
     if recipe.data.recall is not None:
         return None
     path = recipe.model.tokenizer_path
@@ -254,7 +292,15 @@ def read_tokenizer(recipe: Recipe, model: PreTrainedModel) -> Any:
 
 
 def callbacks(speed: Speed, model: Any, rows: Any, warnings: list[str], main: bool) -> list[TrainerCallback]:
-    """What watches the run; `rows` has the document of every diagnosis."""
+    """Returns the callbacks of the run.
+
+    Args:
+        speed: of the run.
+        model: the model to train.
+        rows: source of the documents that are diagnosed and compared.
+        warnings: list that warnings are appended to.
+        main: this process writes the log.
+    """
     recipe, gradients = speed.recipe, GradientTap(model)
     output = Path(recipe.output)
     found: list[TrainerCallback] = [EtaWarmup(steps)] if (steps := recipe.training.eta_warmup_steps) else []
