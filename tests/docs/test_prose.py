@@ -13,11 +13,7 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     *(page for page in sorted((ROOT / "docs").rglob("*.md")) if page.name not in GENERATED),
 ]
-PACKAGES = [
-    folder
-    for folder in (PACKAGE, *sorted(PACKAGE.iterdir()))
-    if any(folder.glob("*.py"))
-]
+PACKAGES = [folder for folder in (PACKAGE, *sorted(PACKAGE.iterdir())) if any(folder.glob("*.py"))]
 PER_1000 = 0.5
 """Occurrences of a pattern per 1,000 words; well-known libraries have 0 to 0.5."""
 LEAST = 2
