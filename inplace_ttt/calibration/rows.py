@@ -15,7 +15,7 @@ from ..texts.documents import Document, tokens_of
 logger = logging.getLogger(__name__)
 
 ROW = 2048
-"""Number of tokens of a full row."""
+"""Number of tokens of a full row, unless the caller wants longer rows."""
 
 _SHORTEST = 16
 """Smallest number of tokens of a text's last row.
@@ -31,24 +31,24 @@ A further row is not started for less than half a row either.
 
 
 def calibration_rows(
-    documents: Sequence[Document], tokenizer: Any, tokens: int
+    documents: Sequence[Document], tokenizer: Any, tokens: int, row: int = ROW
 ) -> list[tuple[Document, Tensor]]:
-    """Token ids [1, T ≤ ROW], each with its file: about `tokens` in all, in whole rows; fewer, with a
-    warning, where there are no more.
+    """Selects about `tokens` tokens in whole rows.
 
     It takes one row per text, from texts spread over all of them. If that is too little, it takes the first
     rows of the other texts too, then second rows, and so on. If the texts hold fewer tokens, it warns.
 
     Args:
-        files: the texts.
+        documents: the texts.
         tokenizer: the model's tokenizer.
         tokens: number of tokens to select.
+        row: number of tokens of a full row.
 
     Returns:
-        Token ids [1, T ≤ ROW] of each row, each with its file.
+        Token ids [1, T ≤ row] of each row, each with its document.
     """
-    stride = max(1, len(documents) // max(1, tokens // ROW))
-    length = -(-tokens // max(len(documents[::stride]), -(-tokens // ROW)))
+    stride = max(1, len(documents) // max(1, tokens // row))
+    length = -(-tokens // max(len(documents[::stride]), -(-tokens // row)))
     enough = tokens - min(tokens // _NEAR, length // 2)
     texts = (
         _rows(document, tokenizer, length, tokens)
@@ -56,9 +56,9 @@ def calibration_rows(
         for document in documents[first::stride]
     )
     found, read = list[tuple[Document, Tensor]](), 0
-    for document, row in _in_turn(texts):
-        found.append((document, row))
-        read += row.shape[1]
+    for document, ids in _in_turn(texts):
+        found.append((document, ids))
+        read += ids.shape[1]
         if read >= enough:
             break
     else:

@@ -110,6 +110,19 @@ def numbers(text: str) -> list[int]:
     return found
 
 
+def rates(text: str) -> list[float]:
+    """Parses positive learning rates separated by commas."""
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ArgumentTypeError(
+            f"must be numbers separated by commas, such as 1,5, got {shown(text)}"
+        ) from None
+    if not all(0 < rate < math.inf for rate in found):
+        raise ArgumentTypeError(f"must be above 0 and finite, got {shown(text)}")
+    return found
+
+
 def dtype(name: str) -> str:
     """Parses a torch dtype that weights can have, or `auto`."""
     if name not in _DTYPES:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..calibration.calibrate import BaseToMeasure, tokens_to_read
-from ..calibration.rows import calibration_rows
+from ..calibration.rows import ROW, calibration_rows
 from ..checkpoint.adapter import write_adapter
 from ..checkpoint.base_equivalence import TOKENS, max_logit_difference
 from ..checkpoint.card import write_card
@@ -22,7 +22,7 @@ from ..checkpoint.reading import Checkpoint
 from ..checkpoint.writing import ConversionPlan, describe_base, initial_tensors, plan_conversion, write_full
 from ..config import InPlaceTTTConfig
 from ..errors import InPlaceTTTError, NotSoError
-from ..evaluation.gradient_choice import Tried, choose, table
+from ..evaluation.gradient_choice import Tried, choose, least_tokens, table
 from ..files.folders import new_folder
 from ..files.manifest import CHECKPOINT, refuse_to_replace
 from ..texts.documents import Document, documents_in
@@ -133,11 +133,15 @@ def _rows_to_calibrate_on(
         raise InPlaceTTTError(
             "these settings need calibration; give texts like those to be read with --calibrate TEXT…"
         )
-    tokenizer = tokenizer_of(args.src, model=plan.model)
+    tokens, row = tokens_to_read(plan.config), ROW
+    if plan.config.target == "gradient" and open_choices(args) is not None:
+        row = max(ROW, least_tokens(plan.config))
+        tokens = max(tokens, 2 * row)
     return calibration_rows(
         documents_in(args.calibrate, "--calibrate", args.text_field),
-        tokenizer,
-        args.calibrate_tokens or tokens_to_read(plan.config),
+        tokenizer_of(args.src, model=plan.model),
+        args.calibrate_tokens or tokens,
+        row,
     )
 
 

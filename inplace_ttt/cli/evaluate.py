@@ -18,6 +18,7 @@ from ..checkpoint.card import SHOWN, add_to_card, require_card
 from ..errors import InPlaceTTTError
 from ..evaluation.baseline_losses import BaselineLosses
 from ..evaluation.comparison import compare, require_comparable
+from ..evaluation.dynamic_evaluation import dynamic_evaluation
 from ..evaluation.facts import document_tokens, recall_of_facts
 from ..evaluation.growing_context import growing_context, require_contexts
 from ..evaluation.plots import require_plots, write_plots
@@ -40,7 +41,7 @@ from .loading import (
     tokenizer_of,
 )
 from .messages import say_now, warn
-from .options.evaluate import BLOCK, DISTANCES
+from .options.evaluate import BLOCK, DISTANCES, RATES
 
 NUMBERS = "evaluation.json"
 _PROBED = 512
@@ -89,6 +90,10 @@ def run(args: argparse.Namespace) -> Result:
     if contexts:
         result.extra["contexts"] = growing_context(
             model, documents, contexts, protocol, block=block, base=base, baseline=baseline, progress=True
+        )
+    if args.rivals:
+        result.extra["dynamic_evaluation"] = dynamic_evaluation(
+            model, documents, result, args.rates or RATES, progress=True
         )
     if facts is not None:
         result.extra["facts"] = facts
@@ -154,6 +159,12 @@ def render(result: dict[str, Any]) -> str:
         lines.append(
             f"  after {row['context']:7,} tokens: on {row['on']:.4f}, off {row['off']:.4f}{base}; "
             f"{_with_error(row['difference'])}"
+        )
+    for row in result.get("dynamic_evaluation", []):
+        own = "" if row["document_gain"] is None else f", document_gain {_with_error(row['document_gain'])}"
+        lines.append(
+            f"  dynamic evaluation, rate {row['rate']:g}: {row['loss']:.4f}, minus off "
+            f"{_with_error(row['difference'])}{own}; on minus it {_with_error(row['on_minus_dynamic'])}"
         )
     if "facts" in result:
         lines += _facts_table(result["facts"])

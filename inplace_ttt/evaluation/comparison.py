@@ -165,10 +165,8 @@ def compare(
     chunk = config_of(model).chunk_size
     settings: dict[str, Any] = dict(protocol.attention)
     baseline = baseline or BaselineLosses()
-    order = sorted(range(len(documents)), key=lambda i: -len(documents[i]))
-    lender = dict(
-        zip(order, [*order[1:], order[0]], strict=True)
-    )  # similar lengths, and independent of the batches
+    lender = lenders(documents)
+    order = list(lender)
     found: dict[int, DocumentLosses] = {}
     passes = 2 + 2 * (len(documents) > 1) + (base is not None)
     with progress_bar("reading", passes * sum(map(len, documents)), progress) as bar:
@@ -182,8 +180,8 @@ def compare(
             )
             mismatched = None
             if len(documents) > 1:
-                lenders = _padded([documents[lender[i]] for i in group], rows.shape[1])
-                mismatched = mismatched_losses(model, rows, lenders, piece=chunk, **settings)
+                others = _padded([documents[lender[i]] for i in group], rows.shape[1])
+                mismatched = mismatched_losses(model, rows, others, piece=chunk, **settings)
             untouched = None if base is None else baseline.of(base, rows, piece=chunk, **settings)
             for row, i in enumerate(group):
                 end = len(documents[i]) - 1
@@ -194,6 +192,15 @@ def compare(
                     None if untouched is None else untouched[row, :end],
                 )
     return Comparison([found[i] for i in range(len(documents))], protocol)
+
+
+def lenders(documents: Sequence[Tensor]) -> dict[int, int]:
+    """Returns for each document, the longest first, the one whose writes it reads as `mismatched`.
+
+    Both have similar lengths. The pairs do not depend on the batches.
+    """
+    order = sorted(range(len(documents)), key=lambda i: -len(documents[i]))
+    return dict(zip(order, [*order[1:], order[0]], strict=True))
 
 
 def require_comparable(model: PreTrainedModel, documents: Sequence[Tensor], protocol: Protocol) -> None:

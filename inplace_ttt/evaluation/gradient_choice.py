@@ -28,7 +28,7 @@ LAYERS = ("upper:6", "upper:3")
 ETAS = (0.01, 0.02, 0.04, 0.08, 0.16)
 """Values of η, ascending. A set of layers is abandoned at the first η that does harm."""
 TEXTS, LENGTH, WINDOW = 3, 1024, 256
-"""Upper limits: number of texts, tokens per text, and tokens of the attention window."""
+"""Upper limits: number of texts, tokens per text (more for larger chunks), and tokens of the window."""
 _BEGINNING = 8
 """Tokens at a text's beginning that never belong to the passage.
 
@@ -60,6 +60,11 @@ class Tried:
         return self.worst > 0
 
 
+def least_tokens(config: InPlaceTTTConfig) -> int:
+    """Returns the tokens of the shortest text that holds a passage of one chunk twice, beyond a window."""
+    return 4 * config.chunk_size + _BEGINNING
+
+
 def choose(
     model: PreTrainedModel,
     config: InPlaceTTTConfig,
@@ -82,13 +87,12 @@ def choose(
     Raises:
         InPlaceTTTError: if a text is too short to hold a passage of one chunk twice, beyond a window.
     """
-    length = min([LENGTH, *(row.shape[1] for row in rows)])
+    length = min([max(LENGTH, least_tokens(config)), *(row.shape[1] for row in rows)])
     passage = Passage((length - _BEGINNING) // 4, (length - _BEGINNING) // 2)
     start = length - passage.tokens
     if passage.length < config.chunk_size:
         raise InPlaceTTTError(
-            f"choosing layers and eta takes texts of {4 * config.chunk_size + _BEGINNING} tokens, and one "
-            f"has {length}; give longer texts, or --layers and --eta."
+            f"choosing layers and eta takes texts of {least_tokens(config)} tokens, and one has {length}; give longer texts, or --layers and --eta."
         )
     texts = torch.cat([passage.repeat(row[0, :length], start)[None] for row in rows[:TEXTS]])
     how: dict[str, Any] = {"piece": config.chunk_size, "window": min(WINDOW, passage.length)}

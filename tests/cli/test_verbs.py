@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+import tiny
 from checkpoint.folders import save_base
 
 from inplace_ttt import cli
@@ -33,7 +34,7 @@ OPTIONS = {
     "evaluate": (
         "--base --batch-size --block --cache --card --contexts --distances --documents --dtype --facts "
         "--help --json --out --overwrite "
-        "--passage --repeated-passage --seed --sinks --skip --text --text-field --tokens --window"
+        "--passage --rates --repeated-passage --rivals --seed --sinks --skip --text --text-field --tokens --window"
     ),
     "ruler": (
         "--base --batch-size --chat --dtype --haystack --help --json --lengths --out --qa --samples --seed "
@@ -144,3 +145,14 @@ def test_bench_rows(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows[0]["ratio_to_linear"]["median"] == 1.0
     assert cli.main(["bench", *sizes]) == 0
     assert "limit 2.33" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("chunk", [64, 600])
+def test_layers_and_eta_are_chosen_for_chunks_of_any_size(
+    chunk: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, text = tiny.save_base(tmp_path / "base", positions=16384), tmp_path / "text.txt"
+    text.write_text(" ".join(str(number * number) for number in range(6000)))
+    options = ["--preset", "gradient", "--chunk-size", str(chunk), "--calibrate", str(text)]
+    assert cli.main(["convert", str(base), str(tmp_path / "out"), *options]) == 0
+    assert "choice of layers and eta, on minus off in nats per token:" in capsys.readouterr().out

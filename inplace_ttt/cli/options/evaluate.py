@@ -6,7 +6,17 @@ import argparse
 
 from ...errors import InPlaceTTTError
 from ...tasks.facts import MOST as MOST_RECORDS
-from ..arguments import MOST_TOKENS, add_texts, dtype, numbers, path, refuse_without_effect, seed, whole
+from ..arguments import (
+    MOST_TOKENS,
+    add_texts,
+    dtype,
+    numbers,
+    path,
+    rates,
+    refuse_without_effect,
+    seed,
+    whole,
+)
 
 EXAMPLES = """examples:
   inplace-ttt evaluate ./smollm2-ttt --text speeches/ --documents 24 --tokens 2048
@@ -23,6 +33,8 @@ generic_gain = mismatched - off: the effect that any document's writes have.
 exit code: 0 done, whatever the numbers; 2 bad input"""
 
 DISTANCES = [1024, 4096]
+
+RATES = [1.0, 5.0, 20.0]
 
 BLOCK = 512
 """Tokens of the last block, on which the loss is measured after growing contexts."""
@@ -98,6 +110,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens between facts and questions (default: 1024,4096)",
     )
     parser.add_argument(
+        "--rivals",
+        action="store_true",
+        help="also measure dynamic evaluation: gradient descent on the same down-projections, a step per chunk",
+    )
+    parser.add_argument(
+        "--rates",
+        type=rates,
+        metavar="RATE,…",
+        help="learning rates of dynamic evaluation (default: 1,5,20)",
+    )
+    parser.add_argument(
         "--batch-size", type=whole(1), default=4, metavar="N", help="documents per batch (default: 4)"
     )
     parser.add_argument(
@@ -131,6 +154,7 @@ def check(args: argparse.Namespace) -> None:
         passage=("repeated_passage",),
         block=("contexts",),
         distances=("facts",),
+        rates=("rivals",),
         seed=("repeated_passage", "facts"),
         overwrite=("out",),
     )
