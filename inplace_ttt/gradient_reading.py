@@ -129,14 +129,15 @@ class GradientReading:
     def _wants_whole(self, given: dict[str, Any], steps: GradientSteps) -> bool:
         """Returns True if rows are read in one forward.
 
-        This is so in training, for packed rows, and if parameters need gradients.
+        This is so in training, for packed rows, if parameters need gradients, and if an observer is set.
         """
         if self.base.training or cache_in(given) is not None or given.get("use_cache"):
             return bool(self.base.training)
         learns = torch.is_grad_enabled() and any(
             parameter.requires_grad for parameter in self.lm.parameters()
         )
-        return _is_packed(given) or (learns and steps.count == 1)
+        observed = steps.first.fast.observer is not None
+        return _is_packed(given) or observed or (learns and steps.count == 1)
 
     def _refuse_parts(self, steps: GradientSteps) -> None:
         """Refuses ranks that share rows or parameters, since each document's gradient needs all of both."""

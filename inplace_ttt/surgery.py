@@ -203,20 +203,6 @@ def config_of(model: nn.Module) -> InPlaceTTTConfig:
     )
 
 
-def refuse_gradient_target(model: nn.Module, what: str) -> None:
-    """Raises InPlaceTTTError if a model has gradient targets.
-
-    Args:
-        model: a converted model.
-        what: the refused action, as in "audited", for the message.
-    """
-    if config_of(model).target == "gradient":
-        raise InPlaceTTTError(
-            f"a model with target='gradient' cannot be {what} yet; `inplace-ttt evaluate` measures the gain "
-            "from its writes."
-        )
-
-
 @contextmanager
 def disable_ttt(model: nn.Module) -> Iterator[None]:
     """Switches TTT off for this thread inside the `with` block: the model reads W0, and writes nothing.

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from ..surgery import refuse_gradient_target
+from ..errors import InPlaceTTTError
+from ..surgery import config_of
 from .diagnosed_model import GENERATOR, DiagnosedModel, Key
 from .findings import SEVERITIES, Finding
 from .gradients import Rates, summed
@@ -87,10 +88,14 @@ def diagnose(
         progress: called with passes done, passes expected and the title of the next pass.
 
     Raises:
-        InPlaceTTTError: if the model is not converted, its target is a gradient, its weights are partitioned,
+        InPlaceTTTError: if the model is not converted, takes several steps per chunk, its weights are partitioned,
             or the rows do not fit it.
     """
-    refuse_gradient_target(model, "diagnosed")
+    if config_of(model).steps_per_chunk > 1:
+        raise InPlaceTTTError(
+            "a diagnosis trains a step, which steps_per_chunk above 1 does not allow; diagnose a conversion "
+            "with steps_per_chunk=1."
+        )
     diagnosed = DiagnosedModel.of(model, batch, tokenizer)
     rate = PAPER_RATE if learning_rates is None else learning_rates
     rates = rate if isinstance(rate, Rates) else Rates(rate, rate, rate)

@@ -173,10 +173,10 @@ def _own_chunk(m: Measurements) -> list[Finding]:
 def _away(model: DiagnosedModel, m: Measurements) -> list[Finding]:
     found = []
     for index, layer in model.layers.items():
-        effect, cosine = m.effects.get(index), direction(layer)
-        turned = None if effect is None else effect.turned
         if not points_away(layer):
             continue
+        effect, cosine = m.effects.get(index), direction(layer)
+        turned = None if effect is None else effect.turned
         hurts = (
             effect is not None
             and turned is not None

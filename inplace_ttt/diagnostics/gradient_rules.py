@@ -25,9 +25,14 @@ NOTICED = 0.01
 def gradient_flow_findings(
     model: DiagnosedModel, m: Measurements, rates: Rates, tick: Callable[[str], None]
 ) -> list[Finding]:
-    """Returns the findings on the gradient of conv and P, and searches for the causes of a low one."""
+    """Returns the findings on the gradient of conv and P, and searches for the causes of a low one.
+
+    Loss gradients as targets have neither, so that there is nothing to find.
+    """
     found: list[Finding] = []
     g = m.gradients
+    if config_of(model.module).target == "gradient":
+        return found
     if g.cut:
         reaching = max((max(g.by_chunk[i], default=0.0) for i in g.cut), default=0.0)
         message = (

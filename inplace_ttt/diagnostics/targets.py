@@ -55,8 +55,8 @@ def direction(layer: FastWeight) -> float:
 
 
 def points_away(layer: FastWeight) -> bool:
-    """Returns True if a layer's targets point away from their source."""
-    return direction(layer) < _AWAY
+    """Returns True if a layer's targets point away from their source; loss gradients have none."""
+    return layer.ttt.proj is not None and direction(layer) < _AWAY
 
 
 def _cosine(matrix: Tensor) -> float:
