@@ -35,7 +35,7 @@ MODEL_TYPE = "inplace_ttt"
 _PREFIX = "InPlaceTTT"
 _SHIM_MODULE = "configuration_inplace_ttt"
 SHIM_FILE = f"{_SHIM_MODULE}.py"
-_SHIM = '''"""Loads this checkpoint's classes from the package `inplace-ttt` (in its checkout, pip install -e .)."""
+_SHIM = '''"""Loads this checkpoint's classes from inplace-ttt (its checkout: pip install -e .)."""
 
 from inplace_ttt.converted_config import InPlaceTTTModelConfig  # noqa: F401
 '''

@@ -30,7 +30,7 @@ from .borrowing import probe_chunk, small_chunks
 from .gradient_rule import GradientRule
 
 _STRENGTH = 0.3
-"""Norm of the reads over the norm of W0's outputs. Much stronger steps amplify rounding from chunk to chunk."""
+"""Norm of the reads over the norm of W0's outputs. Much stronger steps amplify rounding."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,7 +224,7 @@ def taken_back(probed: Probed) -> Iterator[tuple[str, float]]:
 
 
 def ways_of_calling(probed: Probed) -> Iterator[tuple[str, float]]:
-    """Calls the model with a mask of ones, with labels, under inference mode, after `generate`, and as a copy."""
+    """Calls the model with a mask, with labels, in inference mode, after `generate`, and as a copy."""
     chunk = probed.chunk
     ids = probed.ids(1, 2 * chunk + 5)
     calls: dict[str, Callable[[], Tensor]] = {

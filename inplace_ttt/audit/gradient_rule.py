@@ -109,7 +109,7 @@ class GradientRule:
                 handle.remove()
 
     def _hook(self, index: int, graph: bool) -> Callable[..., Tensor]:
-        """Returns a hook that adds the reads to a layer's output, and a zero whose gradient is that of the output."""
+        """Returns a hook that adds the reads to a layer's output, and a zero for its gradient."""
         rule = self.rules[index]
 
         def hook(module: Any, args: tuple[Tensor, ...], out: Tensor) -> Tensor:

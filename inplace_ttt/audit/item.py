@@ -41,8 +41,8 @@ class Item:
         expected: the value that the probe compares with, by profile.
         absent: the public code lacks the feature. Under the profile `official` the feature is then an
             extension.
-        choice: the item is about a setting that users may choose, as are those with `expected`. Its deviation is
-            not a fault.
+        choice: the item is about a setting that users may choose, as are those with `expected`. Its
+            deviation is not a fault.
         own_clip: the item measures the module's own clip, which is off while the other items are measured.
         silent: the item is decided even on a module that writes nothing.
         named_by: ids of items that can name the fault which this item only detects. A deviation of this item

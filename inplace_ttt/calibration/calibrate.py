@@ -151,7 +151,7 @@ class BaseToMeasure:
     def load(cls, checkpoint: Checkpoint, device: str = "cpu") -> BaseToMeasure:
         """Loads the base onto a device.
 
-        On a CPU that only emulates its dtype, a small model is measured in float32: that is several times faster.
+        On a CPU that only emulates its dtype, a small model is measured in float32, several times faster.
         """
         base = load_base(checkpoint.folder)
         dtype = base.dtype

@@ -12,7 +12,7 @@ from ..errors import InPlaceTTTError
 from ..files.memory import require_memory
 from ..ops.benchmark import LIMIT, Shape, measure
 from . import Result
-from .loading import open_full, require_device, require_vllm
+from .loading import chosen_device, open_full, require_vllm
 from .messages import say_now
 
 
@@ -21,7 +21,7 @@ def run(args: argparse.Namespace) -> Result:
 
 
 def _op(args: argparse.Namespace) -> Result:
-    require_device(args.device)
+    chosen_device(args.device)
     shape = Shape(args.d, args.h, args.tokens, args.chunk_size)
     _refuse_beyond_memory(shape, args.device, getattr(torch, args.dtype))
     rows = measure(shape, args.repeats, args.device, getattr(torch, args.dtype))

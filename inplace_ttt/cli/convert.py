@@ -28,7 +28,7 @@ from ..files.manifest import CHECKPOINT, refuse_to_replace
 from ..texts.documents import Document, documents_in
 from . import Result
 from .hub import push, pushed, require_token
-from .loading import default_device, require_device, tokenizer_of
+from .loading import chosen_device, tokenizer_of
 from .options.convert import chosen_config, open_choices
 
 
@@ -36,12 +36,12 @@ def run(args: argparse.Namespace) -> Result:
     require_token(args)
     sources = [args.src, *(args.calibrate or ())]
     refuse_to_replace(args.out, CHECKPOINT, args.overwrite, sources)
-    require_device(args.device or "cpu")
+    device = chosen_device(args.device)
     checkpoint = Checkpoint.open(args.src)
     refuse_official(args.src, checkpoint.weight_map)
     plan = plan_conversion(checkpoint, chosen_config(args))
     rows = _rows_to_calibrate_on(args, plan)
-    plan, tensors, choice = _new_tensors(args, checkpoint, plan, rows)
+    plan, tensors, choice = _new_tensors(args, checkpoint, plan, rows, device)
     with new_folder(args.out, CHECKPOINT, overwrite=args.overwrite, sources=sources) as folder:
         base = describe_base(checkpoint, plan)
         if args.adapter_only:
@@ -97,6 +97,7 @@ def _new_tensors(
     checkpoint: Checkpoint,
     plan: ConversionPlan,
     rows: list[tuple[Document, Tensor]] | None,
+    device: str,
 ) -> tuple[ConversionPlan, LayerTensors, dict[str, Any] | None]:
     """Returns the plan, the new tensors, and the choice of layers and η (None if none was made).
 
@@ -104,11 +105,7 @@ def _new_tensors(
     """
     if rows is None:
         return plan, initial_tensors(checkpoint, plan), None
-    base, texts, choice = (
-        BaseToMeasure.load(checkpoint, args.device or default_device()),
-        [row for _, row in rows],
-        None,
-    )
+    base, texts, choice = BaseToMeasure.load(checkpoint, device), [row for _, row in rows], None
     if plan.config.target == "gradient" and (to_try := open_choices(args)) is not None:
         best, tried = choose(base.model, plan.config, texts, **to_try, progress=True)
         plan = plan_conversion(checkpoint, dataclasses.replace(plan.config, layers=best.layers, eta=best.eta))

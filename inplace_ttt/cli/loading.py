@@ -151,15 +151,17 @@ def _dtype(name: str) -> Any:
 def _to_device(model: PreTrainedModel) -> PreTrainedModel:
     if note := note_on_emulation(model.dtype, model.num_parameters(), "give --dtype float32"):
         warn(note)
-    return model.to(default_device())
+    return model.to(chosen_device())
 
 
-def default_device() -> str:
-    """Returns the device on which verbs run a model: a GPU if there is one, else the CPU."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def chosen_device(name: str | None = None) -> str:
+    """Returns the device of `--device`; without it, a GPU if there is one, else the CPU.
 
-
-def require_device(name: str) -> None:
-    """Raises InPlaceTTTError if `--device` names a GPU that this machine lacks."""
+    Raises:
+        InPlaceTTTError: if this machine lacks that GPU.
+    """
+    if name is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and (torch.device(name).index or 0) >= torch.cuda.device_count():
         raise InPlaceTTTError(f"--device {name} is not on this machine.")
+    return name

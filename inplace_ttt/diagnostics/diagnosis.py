@@ -88,8 +88,8 @@ def diagnose(
         progress: called with passes done, passes expected and the title of the next pass.
 
     Raises:
-        InPlaceTTTError: if the model is not converted, takes several steps per chunk, its weights are partitioned,
-            or the rows do not fit it.
+        InPlaceTTTError: if the model is not converted or takes several steps per chunk, its weights are
+            partitioned, or the rows do not fit it.
     """
     if config_of(model).steps_per_chunk > 1:
         raise InPlaceTTTError(

@@ -92,7 +92,8 @@ def choose(
     start = length - passage.tokens
     if passage.length < config.chunk_size:
         raise InPlaceTTTError(
-            f"choosing layers and eta takes texts of {least_tokens(config)} tokens, and one has {length}; give longer texts, or --layers and --eta."
+            f"choosing layers and eta takes texts of {least_tokens(config)} tokens, and one has "
+            f"{length}; give longer texts, or --layers and --eta."
         )
     texts = torch.cat([passage.repeat(row[0, :length], start)[None] for row in rows[:TEXTS]])
     how: dict[str, Any] = {"piece": config.chunk_size, "window": min(WINDOW, passage.length)}

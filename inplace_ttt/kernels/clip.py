@@ -5,8 +5,8 @@ supplies cR, so dV = Z (cR)ᵀ and dZ = V (cR) are already computed, and ⟨D, c
 
     Z Dᵀ = (Z Zᵀ) V        V D = (V Vᵀ) Z
 
-and costs 2 C²(d + h) multiply-adds per chunk. Through D itself it would cost 3 C·d·h, which is more for chunks
-below 1.5 dh / (d + h) tokens.
+and costs 2 C²(d + h) multiply-adds per chunk. Through D itself it would cost 3 C·d·h, which is more for
+chunks below 1.5 dh / (d + h) tokens.
 """
 
 from __future__ import annotations

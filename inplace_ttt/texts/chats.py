@@ -11,7 +11,7 @@ CHAT = "messages"
 
 
 def turns(chat: Any, source: str) -> list[dict[str, str]]:
-    """Returns role and content of each message. Raises InPlaceTTTError if a message lacks one or it is not text."""
+    """Returns role and content of each message. Raises InPlaceTTTError unless both are text."""
     if not isinstance(chat, list):
         raise InPlaceTTTError(
             f"the {CHAT} of {source} are {shown(chat)}, not a list of messages; correct them."
@@ -33,8 +33,8 @@ def chat_text(chat: Any, tokenizer: Any, source: str) -> str:
     """
     if getattr(tokenizer, "chat_template", None) is None:
         raise InPlaceTTTError(
-            f"{source} holds chats (the field {CHAT!r}), and the tokenizer has no chat template; take an instruct "
-            "model's tokenizer, or give the texts themselves."
+            f"{source} holds chats (the field {CHAT!r}), and the tokenizer lacks a chat template; take an "
+            "instruct model's tokenizer, or give the texts themselves."
         )
     messages = turns(chat, source)
     with reported(f"the chat template cannot render a chat of {source}"):

@@ -15,7 +15,8 @@ from ..errors import InPlaceTTTError
 from ..files.text import begins_of, document_ids, read_text, start_of
 from .chats import CHAT, chat_text
 from .json_lines import TOKENS, text_of
-from .sources import Reading, Source, find, is_compressed, open_source, read_error
+from .records import open_source, read_error
+from .sources import Reading, Source, find, is_compressed
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +64,8 @@ def documents_in(
 ) -> list[Document]:
     """Returns the documents of files, folders, patterns and datasets.
 
-    A text file is one document. A record of JSON lines, JSON, parquet, Arrow or a dataset is one document: its field
-    `text`, its chat in `messages`, or the field that is given. A note on stderr counts the records.
+    A text file is one document. A record of JSON lines, JSON, parquet, Arrow or a dataset is one document:
+    its field `text`, its chat in `messages`, or the field that is given. A note on stderr counts the records.
 
     Args:
         names: as the user gave them.
@@ -72,8 +73,8 @@ def documents_in(
         text_field: the field of a record that holds its text.
 
     Raises:
-        InPlaceTTTError: if a name stands for nothing, or its records hold no text; if no source has records and
-            `text_field` is given.
+        InPlaceTTTError: if a name stands for nothing, or its records hold no text; if no source has records
+            and `text_field` is given.
 
     Example:
         >>> documents_in(["speeches/", "more.jsonl"], "--text")  # doctest: +SKIP
@@ -82,7 +83,7 @@ def documents_in(
     found: list[Document] = []
     has_records = False
     for name in (os.fspath(given) for given in names):
-        source = find(name, reading, option, option)
+        source = find(name, reading, option)
         if source.kind == "hub" and "/" not in name:
             raise InPlaceTTTError(f"{option}: there is no file or folder {name}; correct the path.")
         if source.kind == "text" and not any(map(is_compressed, source.files)):
@@ -147,7 +148,7 @@ def tokens_of(document: Document, tokenizer: Any, tokens: int) -> Tensor:
 
 
 def joined_tokens(documents: Sequence[Document], tokenizer: Any, tokens: int) -> Tensor:
-    """Returns the first `tokens` token ids of documents read one after another as one text, int64 [1, n ≤ tokens]."""
+    """Returns the first `tokens` token ids of documents as one text, int64 [1, n ≤ tokens]."""
     found: list[int] = []
     begins = begins_of(tokenizer)
     for document in documents:

@@ -125,7 +125,7 @@ def _token_ids(value: Any, field: str, source: str) -> list[int] | None:
         return None
     if not isinstance(value, list) or not set(map(type, value)) <= {int}:
         raise InPlaceTTTError(
-            f"the {field} of {source} are no lists of whole numbers: {shown(value)}; tokenize the "
+            f"the {field} of {source} are not lists of whole numbers: {shown(value)}; tokenize the "
             "documents anew."
         )
     return value

@@ -1,4 +1,4 @@
-"""Finds the files or datasets that a name stands for, and opens their records through `datasets`."""
+"""Finds the files or datasets that a name stands for."""
 
 from __future__ import annotations
 
@@ -6,25 +6,15 @@ import glob
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 from ..errors import InPlaceTTTError
-from ..files.json_files import parse_json
 from ..files.paths import kind_of
-from ..files.text import UTF8
-from .chats import CHAT
-from .json_lines import TOKENS, field_of_lines, fields_of, holds_lines
+from .json_lines import holds_lines
 
-if TYPE_CHECKING:
-    from datasets import Dataset, IterableDataset
-
-    Records: TypeAlias = Dataset | IterableDataset
-
-_TEXT = "text"
 KINDS = {
     "txt": "text",
     "text": "text",
@@ -53,9 +43,7 @@ _OTHER_FORMATS = {
     "yaml",
 }
 """Endings of files that hold text in a form which is not prose."""
-_PROBED_BYTES = 1 << 20
-_SHOWN = 8
-_HUB_NAME = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<config>[^@:]+))?(@(?P<split>.+))?")
+HUB_NAME = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<config>[^@:]+))?(@(?P<split>.+))?")
 
 
 _MOST_ENTRIES = 200_000
@@ -68,8 +56,8 @@ class Reading:
 
     Attributes:
         format: a loader of `datasets` for every file; "auto" goes by each file's ending.
-        text_field: the field of a record that holds its text. None takes `input_ids`, `text` or `messages`, the
-            first that a record has.
+        text_field: the field of a record that holds its text. None takes `input_ids`, `text` or `messages`,
+            the first that a record has.
         split: of a dataset, where its name gives none.
         cache: folder in which `datasets` keeps converted files; None for its own.
         field_option, format_option: how the caller's user sets `text_field` and `format`, for errors.
@@ -109,20 +97,21 @@ class Source:
         }
 
 
-def find(name: str, reading: Reading, role: str, option: str) -> Source:
+def find(name: str, reading: Reading, option: str) -> Source:
     """Returns the source that a name stands for: a file, a folder, a glob pattern or a dataset of the hub.
 
     Files of a folder or pattern come in the order of their names. In a folder, `.json` files count only if
     it holds no other documents: beside others they describe the data.
 
     Args:
-        role: `train`, `validation`, or the option itself.
-        option: the option that the user gave the name to, for errors.
+        name: the name that the user gave.
+        reading: how sources are read.
+        option: the option or setting that the user gave the name to.
 
     Raises:
         InPlaceTTTError: if nothing has that name, or its files have an unknown format or several.
     """
-    path = Path(name).expanduser()
+    path, role = Path(name).expanduser(), option.removeprefix("data.")
     if reading.format == "hub":
         return Source(role, name, "hub")
     if os.path.isdir(path):
@@ -148,7 +137,7 @@ def find(name: str, reading: Reading, role: str, option: str) -> Source:
 def _may_be_on_the_hub(name: str, reading: Reading) -> bool:
     return (
         reading.format == "auto"
-        and _HUB_NAME.fullmatch(name) is not None
+        and HUB_NAME.fullmatch(name) is not None
         and not name.startswith(".")
         and _kind(Path(name)) is None
     )
@@ -206,8 +195,8 @@ def _common_kind(name: str, files: list[Path], reading: Reading, option: str) ->
     if None in kinds:
         unknown = next(file for file in files if _kind(file) is None)
         raise InPlaceTTTError(
-            f"{option}: the ending of {unknown} names no format that is read here; {remedy}give texts that end "
-            f"in {', '.join(sorted(KINDS))}."
+            f"{option}: the ending of {unknown} names no format that is read here; {remedy}give texts that "
+            f"end in {', '.join(sorted(KINDS))}."
         )
     if len(kinds) > 1:
         found = ", ".join(f"{n} {kind}" for kind, n in kinds.items())
@@ -228,145 +217,9 @@ def _unknown(file: Path, reading: Reading) -> str | None:
 
 
 def _is_json_lines(file: Path) -> bool:
-    """True for a file that begins as JSON lines do: with an object that its first line holds whole."""
+    """Returns True if a file with the ending of a text holds JSON lines."""
     if is_compressed(file):
         return False
-    try:
-        with open(file, "rb") as opened:
-            first = opened.readline(_PROBED_BYTES)
-    except OSError:  # the reader reports it
-        return False
-    try:
-        return first.startswith(b"{") and isinstance(parse_json(first.decode()), dict)
-    except ValueError:
-        return False
-
-
-def open_source(source: Source, reading: Reading, streaming: bool) -> tuple[Records, str]:
-    """Returns a source's records with one column, and the name of that column (`Reading.text_field`)."""
-    try:
-        lines = source.kind == "json" and all(
-            holds_lines(file) for file in source.files if file.stat().st_size
-        )
-        records: Any = (
-            _open_files("text", source.files, reading, streaming, "line")
-            if lines
-            else _open(source, reading, streaming)
-        )
-        columns = fields_of(records, source.name) if lines else records.column_names
-        if columns is None:  # a stream tells its columns by its first record
-            columns = list(next(iter(records), {}))
-    except InPlaceTTTError:
-        raise
-    except Exception as error:
-        raise read_error([source], reading, error) from None
-    wanted = (TOKENS, _TEXT, CHAT) if reading.text_field is None else (reading.text_field,)
-    column = next((column for column in wanted if column in columns), None)
-    if column is not None and lines:
-        return field_of_lines(records, column, source.name, reading.field_option), column
-    if column is not None:
-        return records.select_columns([column]), column
-    if not columns:
-        raise InPlaceTTTError(f"{source.name} holds no records; leave it out.")
-    raise InPlaceTTTError(
-        f"the records of {source.name} have no field {wanted[min(1, len(wanted) - 1)]!r} (they have "
-        f"{', '.join(map(repr, columns[:_SHOWN]))}{', …' * (len(columns) > _SHOWN)}); set {reading.field_option}."
-    )
-
-
-def _open(source: Source, reading: Reading, streaming: bool) -> Records:
-    from datasets import load_dataset, load_from_disk
-
-    if source.kind == "saved":
-        saved: Any = load_from_disk(source.name)
-        saved = saved[reading.split] if isinstance(saved, dict) else saved
-        return saved.to_iterable_dataset() if streaming else saved
-    if source.kind == "hub":
-        named = _HUB_NAME.fullmatch(source.name)
-        where = named.groupdict() if named else {"name": source.name}
-        split = where.get("split") or reading.split
-        return load_dataset(
-            where["name"], where.get("config"), split=split, streaming=streaming, cache_dir=reading.cache
-        )
-    return _open_files(source.kind, source.files, reading, streaming)
-
-
-def _open_files(
-    kind: str, files: Iterable[Path], reading: Reading, streaming: bool, sample_by: str = "document"
-) -> Records:
-    """Records of files. A text file is one record, or each line of it with sample_by="line"; its BOM is no
-    part of the text."""
-    from datasets import load_dataset
-
-    settings = {"sample_by": sample_by, "encoding": UTF8} if kind == "text" else {}
-    paths = [glob.escape(str(file.resolve())) for file in files]
-    return load_dataset(
-        kind, data_files=paths, split="train", streaming=streaming, cache_dir=reading.cache, **settings
-    )
-
-
-def read_error(sources: Sequence[Source], reading: Reading, error: BaseException) -> InPlaceTTTError:
-    """Returns the error for sources that cannot be read, with the file at fault."""
-    if sources[0].kind == "hub":
-        return InPlaceTTTError(
-            f"{sources[0].name} is no file or folder here, and no dataset that can be read from the hub "
-            f"({_first_line(error)}); "
-            "correct the path, or the name (owner/name:config@split)."
-        )
-    cause = root_cause(error)
-    if isinstance(cause, ImportError) and cause.name:
-        names = ", ".join(source.name for source in sources)
-        return InPlaceTTTError(
-            f"{names} takes the package {cause.name}, which is not installed; pip install {cause.name}."
-        )
-    culprit = _culprit(sources, reading)
-    if culprit is None and (differing := _differing_field(sources, reading)) is not None:
-        return InPlaceTTTError(f"{differing}; make them alike, or leave that field out of the files.")
-    where, error = culprit or (", ".join(source.name for source in sources), root_cause(error))
-    if isinstance(error, StopIteration):
-        return InPlaceTTTError(f"{where} holds no records; leave it out.")
-    if isinstance(error, UnicodeDecodeError) or "UTF8" in str(error):
-        return InPlaceTTTError(
-            f"{where} is not UTF-8 text ({_first_line(error)}); convert it, or leave it out."
-        )
-    return InPlaceTTTError(f"{where} cannot be read: {_first_line(error)}; mend it, or leave it out.")
-
-
-def _culprit(sources: Sequence[Source], reading: Reading) -> tuple[str, BaseException] | None:
-    """The first file that cannot be read on its own, and why."""
-    for source in sources:
-        for file in source.files if source.kind not in ("saved", "hub") else ():
-            try:
-                for _ in _open_files(source.kind, [file], reading, streaming=True):
-                    pass
-            except Exception as error:
-                return str(file), root_cause(error)
-    return None
-
-
-def _differing_field(sources: Sequence[Source], reading: Reading) -> str | None:
-    """Returns the first field that has different types in two files, which are readable alone but not together."""
-    for source in sources:
-        seen: dict[str, tuple[str, Path]] = {}
-        for file in source.files if source.kind not in ("saved", "hub") else ():
-            with suppress(Exception):
-                for column, value in next(
-                    iter(_open_files(source.kind, [file], reading, streaming=True)), {}
-                ).items():
-                    kind, first = seen.setdefault(column, (type(value).__name__, file))
-                    if value is not None and kind not in ("NoneType", type(value).__name__):
-                        return (
-                            f"the field {column!r} is {kind} in {first} and {type(value).__name__} in {file}"
-                        )
-    return None
-
-
-def root_cause(error: BaseException) -> BaseException:
-    """Returns the error that `datasets` wrapped in its own."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".;")
+    with suppress(OSError), open(file, "rb") as opened:  # the reader reports the error
+        return opened.read(1) == b"{" and holds_lines(file)
+    return False

@@ -254,7 +254,7 @@ class TestHeldOut:
         assert len(passes) > 28 and not [document for document in passes if document in held]
 
     def test_nothing_left_is_refused(self, build: Any, folder: Path) -> None:
-        with pytest.raises(InPlaceTTTError, match="holds 10 documents out of 10"):
+        with pytest.raises(InPlaceTTTError, match="holds out 10 of 10 documents"):
             build(folder, validation_documents=10)
         with pytest.raises(InPlaceTTTError, match="no document to train on"):
             build(folder, validation_documents=10, streaming=True)

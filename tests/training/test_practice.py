@@ -167,7 +167,7 @@ def test_stored_and_streamed_rows_are_the_same(tmp_path: Path) -> None:
     stored = list(with_practice(rows, data, encode))
     rows.select_columns(["input_ids"]).to_parquet(tmp_path / "a.parquet")
     opened = open_stream(
-        find(data.train[0], data.reading, "train", "data.train"),
+        find(data.train[0], data.reading, "data.train"),
         data,
         word_level(f"w{n}" for n in range(97)),
         shuffle=False,

@@ -229,7 +229,7 @@ def bad_inputs(path: Path) -> dict[str, tuple[Any, dict[str, Any], str]]:
         "hub": (
             "nobody/nothing-here",
             {},
-            r"nobody/nothing-here is no file or folder here, and no dataset .* hub",
+            r"nobody/nothing-here is neither a file or folder here nor a dataset .* hub",
         ),
         "validation": (path / "fine.txt", {"validation": ["./gone"]}, r"data\.validation: there is no file"),
     }

@@ -216,7 +216,8 @@ def _judged(errors: dict[str, float], dtype: torch.dtype, found: str) -> Outcome
     worst = max(errors, key=lambda name: float("inf") if errors[name] != errors[name] else errors[name])
     holds = errors[worst] < STEPS[dtype]
     if not holds:
-        found = f"{worst}: the logits differ from plain gradient steps by {errors[worst]:.2g} of the writes' effect"
+        off = f"{errors[worst]:.2g} of the writes' effect"
+        found = f"{worst}: the logits differ from plain gradient steps by {off}"
     return judged(holds, found, errors, STEPS[dtype])
 
 

@@ -112,7 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rivals",
         action="store_true",
-        help="also measure dynamic evaluation: gradient descent on the same down-projections, a step per chunk",
+        help="also measure dynamic evaluation: gradient descent on these down-projections, a step per chunk",
     )
     parser.add_argument(
         "--rates",

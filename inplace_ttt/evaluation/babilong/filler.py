@@ -39,9 +39,9 @@ class Filler:
         text = " ".join(" ".join(document.text().split()) for document in documents)
         self.sentences = [sentence for sentence in _SENTENCE.split(text) if sentence and _fits(sentence)]
         if not self.sentences:
+            names = ", ".join(document.name for document in documents[:3])
             raise InPlaceTTTError(
-                f"{', '.join(document.name for document in documents[:3])} holds no sentences of up to {_LONGEST} words to hide "
-                "facts among; give a long text."
+                f"{names} holds no sentences of up to {_LONGEST} words to hide facts among; give a long text."
             )
 
     @cached_property

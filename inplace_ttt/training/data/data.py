@@ -17,7 +17,8 @@ from ...errors import InPlaceTTTError
 from ...files.text import KNOWN_IDS, begins_of
 from ...tasks.recall import recall_data
 from ...texts.json_lines import TOKENS
-from ...texts.sources import Source, find, open_source, root_cause
+from ...texts.records import open_source, root_cause
+from ...texts.sources import Source, find
 from ..recipe.data_section import Data
 from ..recipe.recipe import Recipe
 from ..ulysses import check_sharing
@@ -230,7 +231,7 @@ def _from_files(job: _Job, cache: Path) -> TrainingData:
 
 def _sources(data: Data, role: str) -> list[Source]:
     """Returns the sources that `data.train` or `data.validation` (the role) names."""
-    return [find(name, data.reading, role, f"data.{role}") for name in getattr(data, role)]
+    return [find(name, data.reading, f"data.{role}") for name in getattr(data, role)]
 
 
 def _order(documents: Dataset, shuffle: bool, seed: int) -> tuple[np.ndarray, int]:

@@ -18,7 +18,8 @@ from torch.utils.data import IterableDataset
 
 from ...errors import InPlaceTTTError
 from ...texts.json_lines import TOKENS
-from ...texts.sources import Source, open_source, read_error
+from ...texts.records import open_source, read_error
+from ...texts.sources import Source
 from ..recipe.data_section import Data
 from .mixture import furthest_behind
 from .packing import pack_pieces

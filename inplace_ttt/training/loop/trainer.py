@@ -225,11 +225,14 @@ class FastWeightTrainer(Trainer):
         self.stopping.agreed |= asked > 0
         if not math.isfinite(total):
             last, step = last_checkpoint(self.args.output_dir), self.state.global_step + 1
-            lower = "lower the learning rates or eta, or look for bad rows in the data"
+            remedy = (
+                "lower the learning rates or eta, or look for bad rows in the data"
+                if step > 1
+                else "nothing is trained yet, so look for damaged weights or bad rows, or lower eta"
+            )
             raise NotSoError(
                 f"the loss is not finite at step {step}; the weights are as before it, and the last "
-                f"checkpoint is {last or 'none'}: "
-                f"{lower if step > 1 else 'nothing is trained yet, so look for damaged weights or bad rows, or lower eta'}."
+                f"checkpoint is {last or 'none'}: {remedy}."
             )
 
     def evaluate(

@@ -255,8 +255,8 @@ def hold_audit(recipe: Recipe, shape: PreTrainedModel, data: TrainingData, outpu
     page = write_report(report, output)
     if profile is not None and report.undeclared:
         raise NotSoError(
-            f"the run deviates from the {profile} profile in {', '.join(report.undeclared)}; read {page}, then "
-            "declare each with a reason under audit.deviations, leave out audit.profile, or start with "
+            f"the run deviates from the {profile} profile in {', '.join(report.undeclared)}; read {page}, "
+            "then declare each with a reason under audit.deviations, leave out audit.profile, or start with "
             "--no-audit."
         )
     if report.faults:
