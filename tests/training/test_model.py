@@ -225,8 +225,8 @@ def test_lora_learns_beside_loss_gradients_and_reloads_exactly(
     [
         (
             "deepspeed=3",
-            "deepspeed: with target='gradient' ranks read unequal numbers of chunks, which ZeRO-3 cannot; "
-            "take stage 2",
+            "deepspeed: with target='gradient' ranks read unequal numbers of chunks, which ZeRO-3 does not allow; "
+            "set stage 2",
         ),
         (
             "parallel={nproc_per_node: 2, sequence_parallel_size: 2}",
