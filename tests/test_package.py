@@ -156,3 +156,7 @@ def test_the_changelog_has_the_version() -> None:
         assert headings[0].startswith(f"{VERSION}, "), (
             f"CHANGELOG.md has no section {VERSION}, as CONTRIBUTING says a release has"
         )
+
+
+def test_the_citation_has_the_version() -> None:
+    assert f"\nversion: {VERSION}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
