@@ -6,9 +6,17 @@ from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.logger import init_logger
 from vllm.model_executor.models.config import MambaModelConfig
 
+from ..config import InPlaceTTTConfig
+
 _LOG = init_logger(f"vllm.{__name__}")
 _BATCH = f"{__package__}.batch:Batch"
 WORKER = f"{__package__}.worker.MemoryWorker"
+
+
+def ttt_config(vllm_config: VllmConfig) -> InPlaceTTTConfig | None:
+    """Returns the TTT config of the model that is served; None for a model without fast weights."""
+    entry = getattr(vllm_config.model_config.hf_config, "inplace_ttt", None)
+    return None if entry is None else InPlaceTTTConfig.from_dict(entry["config"])
 
 
 class ServedConfig(MambaModelConfig):

@@ -25,7 +25,7 @@ from vllm.engine.protocol import EngineClient
 
 from ..errors import InPlaceTTTError, shown
 from ..files.schema import from_values
-from .engine_settings import WORKER
+from .engine_settings import WORKER, ttt_config
 from .memories import Memories, MemorySettings, Turn
 from .memory import SAVED, Refused, check_name
 from .request_settings import KEY, RequestSettings
@@ -65,6 +65,8 @@ class MemoryEndpoints:
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
         assert engine_client is not None
         state.ttt_memories = memories_of(engine_client)
+        config = ttt_config(engine_client.vllm_config)
+        state.ttt_only_reads = config is not None and config.target == "gradient"
 
 
 def memories_of(engine: EngineClient) -> Memories | InPlaceTTTError:
@@ -206,6 +208,12 @@ class RequestsWithMemory:
                         400,
                     )
                 asked = Asked.of(values)
+                if asked.memory is not None and not asked.freeze and scope["app"].state.ttt_only_reads:
+                    raise Refused(
+                        "this model writes by loss gradients, which vLLM cannot compute; read the text by "
+                        "Session, upload its file to /v1/memories/NAME/file, and set freeze.",
+                        400,
+                    )
                 if asked.memory is not None:
                     memories = _memories(scope["app"])
                     turn = await memories.begin(user_of(Headers(scope=scope)), asked.memory, asked.freeze)

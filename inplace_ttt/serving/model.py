@@ -21,6 +21,7 @@ from ..config import InPlaceTTTConfig
 from ..errors import InPlaceTTTError
 from ..layer.fast_linear import LayerSettings
 from .blocks import HANDLE, SlotHandle, attention_specs, number_of_slots
+from .engine_settings import ttt_config
 from .families import FAMILIES
 from .fast_linear import FastRowParallelLinear, Source, install
 
@@ -83,7 +84,8 @@ def _served(architecture: str) -> type:
 
 def _make_fast(model: Any, vllm_config: VllmConfig) -> None:
     """Turns the down-projections that the config names into fast weights."""
-    config = InPlaceTTTConfig.from_dict(vllm_config.model_config.hf_config.inplace_ttt["config"])
+    config = ttt_config(vllm_config)
+    assert config is not None
     _refuse(config, vllm_config)
     layers = model.model.layers
     handle = _handles(vllm_config, next(model.parameters()).device)
@@ -98,6 +100,11 @@ def _make_fast(model: Any, vllm_config: VllmConfig) -> None:
             mlp.register_forward_pre_hook(source.take, with_kwargs=True)
         install(
             mlp.down_proj, LayerSettings(index, config, config.eta_of(position)), source, handle, vllm_config
+        )
+    if config.target == "gradient":
+        _LOG.warning(
+            "In-Place TTT: target='gradient' needs a backward pass, which vLLM lacks: requests read memories "
+            "and write none"
         )
     size = sum(layers[index].mlp.down_proj.slots.nbytes for index in indices)
     _LOG.info(
@@ -126,7 +133,6 @@ def _refuse(config: InPlaceTTTConfig, vllm_config: VllmConfig) -> None:
     """Raises InPlaceTTTError for settings that cannot be served yet."""
     parallel = vllm_config.parallel_config
     refused = {
-        "target='gradient'": config.target == "gradient",
         "preserve_row_norms": config.preserve_row_norms,
         "prompt_write": config.prompt_write is not None,
         "update_on_decode off": not config.update_on_decode,

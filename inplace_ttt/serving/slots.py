@@ -26,6 +26,7 @@ class Slots:
         dtype: of the keys and the sources.
 
     Attributes:
+        writes: False if requests read states and leave them unchanged; there are no open chunks then.
         state: the states [slots, ·, r], and the matrices [slots, d, r] that reads use.
         keys: keys of the open chunks [slots, C, r].
         sources: target sources of the open chunks [slots, C, d].
@@ -34,11 +35,12 @@ class Slots:
     def __init__(
         self, slots: int, config: InPlaceTTTConfig, d: int, h: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.chunk_size = config.chunk_size
+        self.chunk_size, self.writes = config.chunk_size, config.target != "gradient"
         rows, width = config.state_shape(d, h)
         self.state = State.empty(slots, (rows, width), d, dtype, config.rule, device)
-        self.keys = torch.zeros(slots, self.chunk_size, width, dtype=dtype, device=device)
-        self.sources = torch.zeros(slots, self.chunk_size, d, dtype=dtype, device=device)
+        room = self.chunk_size if self.writes else 0
+        self.keys = torch.zeros(slots, room, width, dtype=dtype, device=device)
+        self.sources = torch.zeros(slots, room, d, dtype=dtype, device=device)
 
     @property
     def nbytes(self) -> int:
@@ -70,7 +72,7 @@ class Slots:
         """Writes into a slot the tensors that `held` returned."""
         if "state" in held:
             self.state.put(slot, held["state"][0].to(self.state.value))
-        if "z" in held:
+        if "z" in held and self.writes:
             filled = int(held["counts"][0, 0])
             self.keys[slot, :filled] = held["z"][0, :filled].to(self.keys)
             self.sources[slot, :filled] = held["x"][0, :filled].to(self.sources)
@@ -89,6 +91,10 @@ class Slots:
             layer: the layer whose rule and target generator apply.
         """
         written, filled = divmod(seen, self.chunk_size)
+        if not self.writes:
+            if written:
+                self.state.add_read(out[None], z[None], layer, slot)
+            return
         opened = min(len(z), -filled % self.chunk_size)
         whole = opened + (len(z) - opened) // self.chunk_size * self.chunk_size
         if opened:
@@ -116,6 +122,8 @@ class Slots:
             places = torch.tensor([place for place, _ in reading], device=z.device)
             read = self.state.read_each(z[places], [slot for _, slot in reading])
             out.index_add_(0, places, (read * layer.eta).to(out.dtype))
+        if not self.writes:
+            return
         where = torch.tensor(
             [(place, slot, seen % self.chunk_size) for place, slot, seen in requests], device=z.device
         )

@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from .batch import NAME as BATCH
 from .batch import Batch
+from .engine_settings import ttt_config
 from .snapshots import Snapshot
 
 
@@ -90,6 +91,8 @@ class StepBuilder(LinearAttentionMetadataBuilder):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.batch: Batch = vllm_config.compilation_config.static_forward_context[BATCH]
+        config = ttt_config(vllm_config)
+        self.only_reads = config is not None and config.target == "gradient"
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -104,7 +107,7 @@ class StepBuilder(LinearAttentionMetadataBuilder):
             settings, first = self.batch.begin(row, slot, length)
             if start < stop and not settings.off:
                 read = length - (stop - start)
-                seen = read + (0 if first is None else first.tokens)
+                seen = (0 if first is None else first.tokens) + (0 if self.only_reads else read)
                 requests.append(Tokens(slot, seen, start, stop, None if read else first))
         return Step(**vars(known), requests=requests)
 
