@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--layers",
         metavar="LAYERS",
-        help="every:N, upper:N, or indices like 0,6,12 (default: the preset's; gradient chooses on the texts)",
+        help="every:N, upper:N, or indices like 0,6,12 (default: the preset's; gradient chooses them)",
     )
     parser.add_argument(
         "--chunk-size", type=whole(), metavar="N", help="tokens per chunk (default: the preset's)"
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--eta",
         type=float,
         metavar="FLOAT",
-        help="size of an update, η (default: the preset's; gradient chooses on the texts)",
+        help="size of an update, η (default: the preset's; gradient chooses it)",
     )
     parser.add_argument(
         "--target",

@@ -93,8 +93,8 @@ class Data:
         validation: held-out documents, given like `train`.
         validation_documents: in place of `validation`, the number of documents to hold out of `train`. With
             `recall`, the number of held-out rows.
-        format: format of the files; `auto` goes by each file's ending. Files may be compressed (`.gz`, `.bz2`,
-            `.xz`, `.zst`).
+        format: format of the files; `auto` goes by each file's ending. Files may be compressed (`.gz`,
+            `.bz2`, `.xz`, `.zst`).
         text_field: field of a record that holds its text. Other fields may be missing or change their type.
             None takes `input_ids`, `text` or `messages`, the first that a record has.
         split: split of a dataset, unless its name gives one.

@@ -228,8 +228,8 @@ class Parallel:
             node, for example by srun.
         hostfile: the nodes, for DeepSpeed's launcher: one `HOST slots=8` per line.
         rdzv_endpoint: HOST:PORT of a node at which the nodes of torchrun meet.
-        timeout_minutes: time that a process waits for another in a collective operation. Then the run ends. DeepSpeed's
-            own groups have the same limit.
+        timeout_minutes: time that a process waits for another in a collective operation. Then the run ends.
+            DeepSpeed's own groups have the same limit.
     """
 
     nproc_per_node: int = 1
