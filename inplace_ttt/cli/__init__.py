@@ -40,6 +40,10 @@ VERBS = {
 }
 
 
+_EXIT_CODES = "exit code: 0 done, 2 bad input"
+"""The exit codes of a verb whose options state no others."""
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise InPlaceTTTError(
@@ -129,17 +133,23 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     for verb, summary in VERBS.items():
         parser = verbs.add_parser(verb, help=summary, description=summary[0].upper() + summary[1:] + ".")
         if verb == wanted:
-            options = importlib.import_module(f".options.{verb.replace('-', '_')}", __name__)
-            parser.epilog = options.EXAMPLES
-            parser.formatter_class = argparse.RawDescriptionHelpFormatter
-            parser.set_defaults(check=lambda args: None)
-            options.add_arguments(parser)
-            parser.add_argument(
-                "--json", action="store_true", help="print one JSON object on stdout and nothing else there"
-            )
+            add_options(parser, verb)
     args = top.parse_args(arguments)
     args.check(args)
     return args
+
+
+def add_options(parser: argparse.ArgumentParser, verb: str) -> None:
+    """Gives a parser the arguments of a verb, and as its epilog the examples and exit codes."""
+    options = importlib.import_module(f".options.{verb.replace('-', '_')}", __name__)
+    stated = "exit code:" in options.EXAMPLES
+    parser.epilog = options.EXAMPLES if stated else f"{options.EXAMPLES}\n\n{_EXIT_CODES}"
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.set_defaults(check=lambda args: None)
+    options.add_arguments(parser)
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object on stdout and nothing else there"
+    )
 
 
 def _print(text: str) -> None:

@@ -73,6 +73,7 @@ RULES = {
     **{f"paper, eta {eta}": papers("paper", f"eta={eta}") for eta in (0.04, 0.004)},
     "gradient": gradient(),
     **{f"gradient, chunks of {size}": gradient("--chunk-size", str(size)) for size in (64, 256)},
+    "gradient, 3 layers, eta 0.04": gradient("--layers", "12,18,24", "--eta", "0.04"),
     "ttt_ntp": ttt_ntp(),
     "ttt_ntp, eta 0.01": ttt_ntp("eta=0.01"),
     "LoRA, eta 0": without_writes(*LORA),

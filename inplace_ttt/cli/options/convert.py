@@ -16,7 +16,9 @@ EXAMPLES = """examples:
   inplace-ttt convert ./smollm2 ./smollm2-ridge --preset ridge --layers 12,18,24 \\
     --calibrate texts/ --set whitening.rank=256
   inplace-ttt convert ./smollm2 ./smollm2-gradient --preset gradient --calibrate texts/
-  inplace-ttt convert ./llama ./llama-ttt --adapter-only --no-verify"""
+  inplace-ttt convert ./llama ./llama-ttt --adapter-only --no-verify
+
+exit code: 0 done, 1 the converted model differs from its base, 2 bad input"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,18 +30,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PRESET",
         help=f"starting point: {', '.join(PRESETS)} (default: paper)",
     )
-    parser.add_argument("--layers", metavar="LAYERS", help="every:N, upper:N, or indices like 0,6,12")
-    parser.add_argument("--chunk-size", type=whole(), metavar="N", help="tokens per chunk")
-    parser.add_argument("--eta", type=float, metavar="FLOAT", help="size of an update, η")
     parser.add_argument(
-        "--target", metavar="SOURCE", help="source of the targets: embeddings or hidden_states"
+        "--layers",
+        metavar="LAYERS",
+        help="every:N, upper:N, or indices like 0,6,12 (default: the preset's; gradient chooses them)",
+    )
+    parser.add_argument(
+        "--chunk-size", type=whole(), metavar="N", help="tokens per chunk (default: the preset's)"
+    )
+    parser.add_argument(
+        "--eta",
+        type=float,
+        metavar="FLOAT",
+        help="size of an update, η (default: the preset's; gradient chooses it)",
+    )
+    parser.add_argument(
+        "--target",
+        metavar="SOURCE",
+        help="source of the targets: embeddings or hidden_states (default: the preset's)",
     )
     parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="any setting, such as kernel_size=3 or whitening.rank=256",
+        help="any setting, such as kernel_size=3 or whitening.rank=256; repeatable",
     )
     add_texts(
         parser,

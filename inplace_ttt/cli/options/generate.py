@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=number(1e-4, 1e4, or_zero=True),
         default=0.0,
         metavar="FLOAT",
-        help="0, the default, always takes the most likely token",
+        help="of sampling; 0 always takes the most likely token (default: 0)",
     )
     parser.add_argument(
         "--seed", type=seed(), metavar="N", help="seed for a temperature above 0 (default: 0)"

@@ -6,7 +6,7 @@ import argparse
 
 from ..arguments import path
 
-EXAMPLES = """example:
+EXAMPLES = """examples:
   inplace-ttt import-official ./in-place-ttt-qwen3-8b ./qwen3-8b-ttt
   inplace-ttt import-official ./ttt-ntp-qwen3-4b ./qwen3-4b-ntp"""
 

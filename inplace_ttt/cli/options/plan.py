@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="replace a setting: section.key=value",
+        help="replace a setting: section.key=value; repeatable",
     )
     parser.add_argument(
         "--device-memory",

@@ -14,7 +14,10 @@ EXAMPLES = """examples:
 a run whose output has a complete checkpoint resumes from it. SIGTERM, SIGUSR1 or SIGHUP
 ends it with a checkpoint and exit code 143.
 The same without this command, for another launcher:
-  torchrun --nproc-per-node 2 -m inplace_ttt.training recipes/smollm2-demo-cpu.yaml"""
+  torchrun --nproc-per-node 2 -m inplace_ttt.training recipes/smollm2-demo-cpu.yaml
+
+exit code: 0 done, 1 the audit or a check of losses, gradients and writes stopped the run, 2 bad input,
+130 interrupted, 137 killed, 143 stopped by a signal"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="replace a setting: section.key=value",
+        help="replace a setting: section.key=value; repeatable",
     )
     parser.add_argument(
         "--num-processes",

@@ -62,7 +62,7 @@ class SyntheticFacts:
 
     Attributes:
         fraction: fraction of the rows with facts.
-        count: statements per row.
+        count: statements per row, at most 1,000.
         min_gap: smallest number of tokens of text between both copies of the statements.
         loss_on_other_tokens: fraction of the other tokens in such rows that keep their loss. The answers of
             the second copy always keep it.
@@ -93,16 +93,18 @@ class Data:
         validation: held-out documents, given like `train`.
         validation_documents: in place of `validation`, the number of documents to hold out of `train`. With
             `recall`, the number of held-out rows.
-        format: format of the files; "auto" goes by each file's ending.
-        text_field: field of a record that holds its text. None takes `input_ids`, `text` or `messages`, the
-            first that a record has.
+        format: format of the files; `auto` goes by each file's ending. Files may be compressed (`.gz`,
+            `.bz2`, `.xz`, `.zst`).
+        text_field: field of a record that holds its text. Other fields may be missing or change their type.
+            None takes `input_ids`, `text` or `messages`, the first that a record has.
         split: split of a dataset, unless its name gives one.
         sequence_length: tokens per row.
         streaming: read while training, in place of tokenizing once into `cache`.
         shuffle: shuffle the documents.
         seed: seed of every random choice about the data.
         cache: folder for tokens and rows; None for that of `datasets`.
-        processes: processes that tokenize; None sets it from the size of the data.
+        processes: processes that tokenize, without `streaming`. None takes one for every 32 MB, at most all
+            cores.
         recall: the recall task, in place of documents.
         repeated_passages: repeat passages in training rows, beyond the attention window. Such rows teach the
             fast weights to recall.

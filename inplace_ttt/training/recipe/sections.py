@@ -18,7 +18,13 @@ _LAYERS = re.compile(r"(^|_)layers?$")
 
 @dataclass(frozen=True)
 class AttentionWindow:
-    """Sliding-window attention: each token sees the last `size` tokens and its document's first `sinks`."""
+    """Sliding-window attention: each token sees the last `size` tokens and its document's first `sinks`.
+
+    Attributes:
+        size: tokens that a token sees. A layer with a window of its own keeps the smaller of the two, and
+            sees no sinks.
+        sinks: first tokens of the document that stay visible.
+    """
 
     size: int
     sinks: int = 4
@@ -33,15 +39,18 @@ class Model:
     """The model to train.
 
     Attributes:
-        path: checkpoint folder or hub id, converted already or not.
+        path: folder or hub id: a base, a full converted checkpoint, or an adapter folder.
         config: in place of `path`, values of a transformers config with `model_type`, for a model from
             scratch.
         tokenizer: folder or hub id; None for `path`.
-        overrides: values that replace those of the model's own config (YaRN, a window).
-        dtype: dtype of weights and gradients.
-        attn_implementation: attention of transformers.
+        overrides: values that replace those of the model's own config (YaRN, a window). A table such as
+            `rope_parameters` is completed from the model's own.
+        dtype: dtype of weights and gradients. DeepSpeed keeps float32 masters.
+        attn_implementation: attention of transformers. With packed rows, sdpa needs a mask of length² per
+            layer.
         window: sliding-window attention, for a model whose own attention sees everything.
-        load_in: hold the base's linear maps frozen in 4 bits (nf4) or 8 bits, by bitsandbytes.
+        load_in: hold the base's linear maps frozen in 4 bits (nf4) or 8 bits, by bitsandbytes. It needs
+            `trainable: lora` and ZeRO 0 to 2.
     """
 
     path: str | None = None
@@ -87,7 +96,7 @@ class Lora:
     """Low-rank adapters, trained with the TTT parameters (`trainable: lora`).
 
     Attributes:
-        rank: rank of each adapter.
+        rank: rank of each adapter, at most 4,096.
         alpha: scale; an update is multiplied by alpha / rank.
         dropout: dropout probability.
         targets: names of modules, or one regular expression.
@@ -124,7 +133,7 @@ class Training:
     """Parameters to train, length of the run, and optimizer (AdamW).
 
     Attributes:
-        trainable: "all" parameters; the new ones alone ("ttt"); or the new ones and LoRA ("lora").
+        trainable: `all` parameters; the new ones alone (`ttt`); or the new ones and LoRA (`lora`).
         steps: length of the run in optimizer steps.
         tokens: in place of `steps`, length of the run in tokens.
         batch_size: rows per device and micro-step.
@@ -139,12 +148,13 @@ class Training:
         ttt_warmup_steps: warm-up steps of these two groups; None for `warmup_steps`.
         eta_warmup_steps: steps over which η rises linearly from 0.
         lr_scheduler: schedule after the warm-up.
-        min_lr_ratio: final learning rate as a fraction of the peak.
+        min_lr_ratio: final learning rate as a fraction of the peak; without effect on `constant`.
         betas: AdamW's two coefficients.
         epsilon: AdamW's epsilon.
         max_grad_norm: upper bound on the norm of the gradient.
         gradient_checkpointing: recompute each layer in the backward pass.
-        liger: use Liger's kernels, mainly for a loss that never holds all logits.
+        liger: use Liger's kernels (`pip install liger-kernel`), mainly for a loss that never holds all
+            logits.
         seed: seed of training.
         lora: settings of LoRA.
     """
@@ -211,14 +221,15 @@ class Parallel:
 
     Attributes:
         nproc_per_node: processes on each node, one per device.
-        sequence_parallel_size: ranks that share one row (attention by Ulysses).
+        sequence_parallel_size: ranks that share one row: attention by Ulysses, the fast weight by one scan.
         nnodes: number of nodes.
-        launcher: the launcher that `inplace-ttt train` starts on several nodes. With "deepspeed", run the
-            command on one node; DeepSpeed starts the nodes of the hostfile. With "torchrun", run it on each
+        launcher: the launcher that `inplace-ttt train` starts on several nodes. With `deepspeed`, run the
+            command on one node; DeepSpeed starts the nodes of the hostfile. With `torchrun`, run it on each
             node, for example by srun.
-        hostfile: the nodes, for DeepSpeed's launcher.
+        hostfile: the nodes, for DeepSpeed's launcher: one `HOST slots=8` per line.
         rdzv_endpoint: HOST:PORT of a node at which the nodes of torchrun meet.
         timeout_minutes: time that a process waits for another in a collective operation. Then the run ends.
+            DeepSpeed's own groups have the same limit.
     """
 
     nproc_per_node: int = 1
@@ -272,8 +283,9 @@ class Monitor:
             end alone.
         evaluate_rows: held-out rows per evaluation.
         diagnose_steps: interval of diagnoses; 0 for never.
-        compare_steps: interval of comparisons on held-out documents, with writes on, off, and those of
-            another document; 0 for never. `evaluate` reports the same figures.
+        compare_steps: interval of comparisons with writes on, off, and those of another document; 0 for
+            never. They read the longest document of each of `evaluate_rows` held-out rows. `evaluate` reports
+            the same figures.
         save_steps: interval of checkpoints.
         save_total_limit: number of checkpoints to keep.
         report_to: trackers that get the log.
@@ -299,7 +311,12 @@ class Monitor:
 
 @dataclass(frozen=True)
 class Deviation:
-    """A deviation from the paper that the run declares: the audit's item, and the reason."""
+    """A deviation that the run declares.
+
+    Attributes:
+        id: name of the audit's item.
+        why: the reason.
+    """
 
     id: str
     why: str
@@ -312,7 +329,8 @@ class Audit:
     Attributes:
         profile: the method that the run claims to follow. An undeclared deviation from it stops the run. With
             None, deviations from the paper are reported, and only a fault stops the run.
-        enabled: False skips the audit.
+        enabled: False skips the audit, as `--no-audit` does.
+        deviations: the declared deviations from the profile.
     """
 
     profile: Literal["paper", "official", "ttt_ntp"] | None = None

@@ -163,7 +163,7 @@ def by_deepspeed(recipe: Recipe, arguments: Sequence[str]) -> list[str]:
     if parallel.hostfile is None:
         raise InPlaceTTTError(
             f"{parallel.nnodes} nodes need parallel.hostfile, or launcher: torchrun and inplace-ttt train "
-            "on each (docs/train.md)."
+            "on each (docs/launch.md)."
         )
     hostfile = recipe.beside(parallel.hostfile)
     if not hostfile.exists():

@@ -69,7 +69,7 @@ def meet(recipe: Recipe) -> Meeting:
         raise InPlaceTTTError(
             "this is one process of a run; start them with `inplace-ttt train`, torchrun, or DeepSpeed's "
             "launcher"
-            f"{slurm * ('SLURM_PROCID' in os.environ)} (docs/train.md)."
+            f"{slurm * ('SLURM_PROCID' in os.environ)} (docs/launch.md)."
         )
     world = int(os.environ["WORLD_SIZE"])
     if world != recipe.parallel.world:
