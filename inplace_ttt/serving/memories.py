@@ -178,7 +178,7 @@ class Memories:
         return file
 
     async def load(self, user: str, name: str) -> Memory:
-        """Replaces a memory's content with that of its file. Raises Refused (404) if it has no file."""
+        """Replaces a memory's content with that of its file. Raises Refused (404) if the file is missing."""
         async with self._alone(user, name) as memory:
             if not memory.file.exists():
                 raise Refused(f"memory {shown(name)} has no file; save it first.", 404)

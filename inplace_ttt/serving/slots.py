@@ -26,7 +26,7 @@ class Slots:
         dtype: of the keys and the sources.
 
     Attributes:
-        writes: False if requests read states and leave them unchanged; there are no open chunks then.
+        writes: False if requests only read states. Open chunks are left out then.
         state: the states [slots, ·, r], and the matrices [slots, d, r] that reads use.
         keys: keys of the open chunks [slots, C, r].
         sources: target sources of the open chunks [slots, C, d].
