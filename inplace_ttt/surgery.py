@@ -263,8 +263,9 @@ def disable_ttt(model: nn.Module) -> Iterator[None]:
 def share_sequence(model: nn.Module, group: ProcessGroup) -> Iterator[None]:
     """Splits rows over ranks inside the `with` block (paper §3.4, Algorithm 1).
 
-    Each rank reads a contiguous, equal part of each row, and passes its part of `position_ids`. Only the fast weight is handled here. Attention must get the other parts by its own means (Ulysses).
-    Training under DeepSpeed's Ulysses does not need this call: its group is found automatically.
+    Each rank reads a contiguous, equal part of each row, and passes its part of `position_ids`. Only the fast
+    weight is handled here. Attention must get the other parts by its own means (Ulysses). Training under
+    DeepSpeed's Ulysses does not need this call: its group is found automatically.
 
     Args:
         model: a converted model.

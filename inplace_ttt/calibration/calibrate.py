@@ -89,8 +89,8 @@ class _Seen:
 def calibrate(model: Any, rows: Sequence[Tensor], *, progress: bool = False) -> None:
     """Measures the tensors that a converted model's extensions need, and sets them in place.
 
-    It is for configs with `needs_calibration`, which have such extensions. The rows are read with TTT off. For a gradient target or a calibrated P they are read again, with a
-    backward pass.
+    It is for configs with `needs_calibration`, which have such extensions. The rows are read with TTT off.
+    For a gradient target or a calibrated P they are read again, with a backward pass.
 
     Args:
         model: a converted model.

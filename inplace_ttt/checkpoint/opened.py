@@ -274,9 +274,10 @@ def load(path: str | os.PathLike[str], *, base: str | None = None, **kwargs: Any
     Example:
         >>> from transformers import AutoModelForCausalLM, LlamaConfig
         >>> from inplace_ttt import convert, load
+        >>> from inplace_ttt.surgery import config_of
         >>> small = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2)
         >>> convert(AutoModelForCausalLM.from_config(small)).save_pretrained("small-ttt")
-        >>> load("small-ttt").config.model_type
-        'inplace_ttt'
+        >>> config_of(load("small-ttt")).layers
+        (0,)
     """
     return open_model(path, base).load(**kwargs)

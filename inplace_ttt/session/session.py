@@ -190,6 +190,7 @@ class Session:
                 session's prompt is already written. Also as `read`.
 
         Example:
+            >>> small = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2)
             >>> config = InPlaceTTTConfig.preset("ttt_ntp", chunk_size=16)
             >>> prompted = Session(convert(AutoModelForCausalLM.from_config(small), config))
             >>> prompted.write_prompt(ids)
@@ -285,7 +286,7 @@ class Session:
             The copy, with the same model.
 
         Raises:
-            InPlaceTTTError: if a part of the state is missing in the cache.
+            InPlaceTTTError: if a forward with gradients filled the cache, which keeps no state.
 
         Example:
             >>> branch = session.fork()

@@ -56,7 +56,8 @@ class InPlaceTTTCallback(TrainerCallback):
         >>> args = TrainingArguments("small-run", max_steps=2, report_to=[], save_strategy="no")
         >>> trainer = Trainer(model, args, train_dataset=rows)
         >>> callback = InPlaceTTTCallback(conv_learning_rate=1e-3, eta_warmup_steps=1).attach(trainer)
-        >>> result = trainer.train()
+        >>> result = trainer.train()  # doctest: +ELLIPSIS
+        {'train_runtime': ...}
         >>> callback.warnings
         []
     """
