@@ -74,10 +74,10 @@ class InPlaceTTTConfig:
             `Session.write_prompt`). Forwards without a cache, as in training, still write chunks.
 
     Raises:
-        InPlaceTTTError: if a value has a wrong type or is out of range, or if a setting has no effect beside
-            the others, or contradicts them.
+        InPlaceTTTError: if a value has a wrong type or is out of range. Also if a setting contradicts the
+            others, or is ineffective beside them.
 
-    Example:
+    Examples:
         >>> from inplace_ttt import InPlaceTTTConfig, UpdateClip
         >>> config = InPlaceTTTConfig(layers=[6, 12], eta=[0.1, 0.05], chunk_size=512)
         >>> clipped = InPlaceTTTConfig(clip=UpdateClip(0.01, relative=True, mode="always"))
@@ -248,7 +248,7 @@ class InPlaceTTTConfig:
         Raises:
             InPlaceTTTError: if a listed layer does not exist in such a model.
 
-        Example:
+        Examples:
             >>> InPlaceTTTConfig(layers="every:6").resolve(num_layers=30).layers
             (0, 6, 12, 18, 24)
         """
@@ -277,7 +277,7 @@ class InPlaceTTTConfig:
             [d, r] for keys of r numbers, which is [d, h] without whitening. With update_rule="ridge" it is
             [d + r, r].
 
-        Example:
+        Examples:
             >>> InPlaceTTTConfig().state_shape(d=576, h=1536)
             (576, 1536)
             >>> InPlaceTTTConfig.preset("ridge").state_shape(d=576, h=1536)
@@ -332,7 +332,7 @@ class InPlaceTTTConfig:
         Returns:
             η; the same for every layer if `eta` is one number.
 
-        Example:
+        Examples:
             >>> InPlaceTTTConfig(layers=[6, 12], eta=[0.1, 0.05]).eta_of(1)
             0.05
         """
@@ -344,7 +344,7 @@ class InPlaceTTTConfig:
         Returns:
             All settings by name. `from_dict` makes the same config from them.
 
-        Example:
+        Examples:
             >>> InPlaceTTTConfig(chunk_size=512).to_dict()["chunk_size"]
             512
         """
@@ -364,7 +364,7 @@ class InPlaceTTTConfig:
         Raises:
             InPlaceTTTError: if a setting is unknown or invalid.
 
-        Example:
+        Examples:
             >>> InPlaceTTTConfig.from_dict({"layers": "every:4", "clip": {"max_norm": 0.5}}).clip
             UpdateClip(max_norm=0.5, relative=False, mode='inference')
         """
@@ -384,7 +384,7 @@ class InPlaceTTTConfig:
         Raises:
             InPlaceTTTError: if the preset does not exist, or a setting is unknown or invalid.
 
-        Example:
+        Examples:
             >>> InPlaceTTTConfig.preset("ridge", chunk_size=256).update_rule
             'ridge'
         """

@@ -52,7 +52,7 @@ class UpdateClip:
     Raises:
         InPlaceTTTError: if `max_norm` is not a finite number above 0, or `mode` is unknown.
 
-    Example:
+    Examples:
         >>> from inplace_ttt import InPlaceTTTConfig, UpdateClip
         >>> config = InPlaceTTTConfig(clip=UpdateClip(0.01, relative=True))  # 1 % of ‖W0‖ per chunk
     """
@@ -93,7 +93,7 @@ class KeyWhitening:
     Raises:
         InPlaceTTTError: if `rank` or `shrinkage` is out of range.
 
-    Example:
+    Examples:
         >>> from inplace_ttt import InPlaceTTTConfig, KeyWhitening
         >>> InPlaceTTTConfig(whitening=KeyWhitening(rank=256)).state_shape(d=576, h=1536)
         (576, 256)
@@ -127,7 +127,7 @@ class KeyWhitening:
         Returns:
             The number of directions, at most h.
 
-        Example:
+        Examples:
             >>> KeyWhitening(rank=0.5).directions(d=576, h=1536)
             288
         """
@@ -154,7 +154,7 @@ class PromptWrite:
     Raises:
         InPlaceTTTError: if a value is out of range.
 
-    Example:
+    Examples:
         >>> from inplace_ttt import InPlaceTTTConfig, PromptWrite
         >>> config = InPlaceTTTConfig.preset("ttt_ntp", prompt_write=PromptWrite(window=4096, cap=0.05))
     """

@@ -14,7 +14,7 @@ class InPlaceTTTError(ValueError):
 
     It is a ValueError. The command line prints its message and exits with `exit_code`.
 
-    Example:
+    Examples:
         >>> from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError
         >>> try:
         ...     InPlaceTTTConfig(chunk_size=0)

@@ -64,7 +64,7 @@ class ChunkLayout:
     Raises:
         InPlaceTTTError: if a document is empty, overlaps another, or exceeds the row.
 
-    Example:
+    Examples:
         >>> from inplace_ttt.layout import ChunkLayout
         >>> layout = ChunkLayout(documents=(((0, 5), (5, 8)),), length=9, chunk_size=2)
         >>> layout.chunk_ids().tolist()
@@ -109,7 +109,7 @@ class ChunkLayout:
         Returns:
             The layout, of which up to 16 are kept.
 
-        Example:
+        Examples:
             >>> ChunkLayout.shared((((0, 5),),), 5, 2) is ChunkLayout.shared((((0, 5),),), 5, 2)
             True
         """
@@ -130,7 +130,7 @@ class ChunkLayout:
         Yields:
             Start and stop of each chunk, in order.
 
-        Example:
+        Examples:
             >>> list(layout.chunks((0, 5)))
             [(0, 2), (2, 4), (4, 5)]
         """
@@ -147,7 +147,7 @@ class ChunkLayout:
         Returns:
             True if it has.
 
-        Example:
+        Examples:
             >>> layout.is_complete((4, 5))
             False
         """
@@ -159,7 +159,7 @@ class ChunkLayout:
         Returns:
             Their number. With 0 of them, the batch cannot train the target generator.
 
-        Example:
+        Examples:
             >>> ChunkLayout.from_lengths([[3000, 500], [800]], chunk_size=512).writes()  # 5 + 0 + 1
             6
         """
@@ -174,7 +174,7 @@ class ChunkLayout:
         Returns:
             The index of each token's chunk in its row, int32 [B, T]; -1 for padding.
 
-        Example:
+        Examples:
             >>> ChunkLayout.from_lengths([[3]], chunk_size=2, length=4).chunk_ids()
             tensor([[ 0,  0,  1, -1]], dtype=torch.int32)
         """
@@ -208,7 +208,7 @@ class ChunkLayout:
             InPlaceTTTError: on all ranks, if T does not divide by `ranks`, or if a border between ranks would
                 cut a chunk in two.
 
-        Example:
+        Examples:
             >>> ChunkLayout.from_lengths([[6, 2]], chunk_size=2).part(rank=1, ranks=2).documents
             (((0, 2), (2, 4)),)
         """
@@ -250,7 +250,7 @@ class ChunkLayout:
             its first document. The last row is the state after the last document. Column 0 is the initial
             state. Column r + 1 is the sum of rank r's writes in its last document.
 
-        Example:
+        Examples:
             >>> ChunkLayout.from_lengths([[4]], chunk_size=2).links(ranks=2)[0, 1].tolist()
             [1.0, 1.0, 0.0]
         """
@@ -288,7 +288,7 @@ class ChunkLayout:
         Raises:
             InPlaceTTTError: if a document is empty, or the documents of a row exceed `length`.
 
-        Example:
+        Examples:
             >>> ChunkLayout.from_lengths([[3000, 500], [800]], chunk_size=512).documents
             (((0, 3000), (3000, 3500)), ((0, 800),))
         """
@@ -312,7 +312,7 @@ class ChunkLayout:
         Returns:
             The layout, without padding.
 
-        Example:
+        Examples:
             >>> import torch
             >>> ChunkLayout.from_position_ids(torch.tensor([[0, 1, 2, 0, 1]]), chunk_size=2).documents
             (((0, 3), (3, 5)),)
@@ -338,7 +338,7 @@ class ChunkLayout:
         Raises:
             InPlaceTTTError: if a row has padding inside its document.
 
-        Example:
+        Examples:
             >>> import torch
             >>> ChunkLayout.from_attention_mask(torch.tensor([[0, 0, 1, 1]]), chunk_size=2).documents
             (((2, 4),),)
@@ -372,7 +372,7 @@ class ChunkLayout:
         Raises:
             InPlaceTTTError: if the lengths do not rise from 0, or exceed `length`.
 
-        Example:
+        Examples:
             >>> import torch
             >>> ChunkLayout.from_cu_seqlens(torch.tensor([0, 3, 5]), chunk_size=2).documents
             (((0, 3), (3, 5)),)

@@ -48,7 +48,7 @@ def convert(model: AnyModel, config: InPlaceTTTConfig | None = None) -> AnyModel
         InPlaceTTTError: if the model is not a causal LM, is converted already, or is wrapped by PEFT. Also if
             a layer does not exist or has only routed experts. A refused model is unchanged.
 
-    Example:
+    Examples:
         >>> from transformers import AutoModelForCausalLM, LlamaConfig
         >>> from inplace_ttt import InPlaceTTTConfig, convert
         >>> small = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=8)
@@ -179,7 +179,7 @@ def revert(model: AnyModel) -> AnyModel:
     Raises:
         InPlaceTTTError: if the model is not converted.
 
-    Example:
+    Examples:
         >>> from transformers import AutoModelForCausalLM, LlamaConfig
         >>> from inplace_ttt import convert, revert
         >>> small = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2)
@@ -216,7 +216,7 @@ def config_of(model: nn.Module) -> InPlaceTTTConfig:
     Raises:
         InPlaceTTTError: if the model is not converted.
 
-    Example:
+    Examples:
         >>> from transformers import AutoModelForCausalLM, LlamaConfig
         >>> from inplace_ttt import convert
         >>> from inplace_ttt.surgery import config_of
@@ -243,7 +243,7 @@ def disable_ttt(model: nn.Module) -> Iterator[None]:
     Returns:
         A context manager.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from transformers import AutoModelForCausalLM, LlamaConfig
         >>> from inplace_ttt import InPlaceTTTConfig, Session, convert, disable_ttt
@@ -278,7 +278,7 @@ def share_sequence(model: nn.Module, group: ProcessGroup) -> Iterator[None]:
         InPlaceTTTError: in a forward inside the block, if a border between ranks cuts a chunk in two, or if
             rows have a cache or a padding mask.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from torch import distributed
         >>> from transformers import AutoModelForCausalLM, LlamaConfig

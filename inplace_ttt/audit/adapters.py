@@ -54,7 +54,7 @@ class AuditedModule(ABC):
         ridge: λ if reads come from the least-squares map of all writes, None for the paper's sum.
         whitening: description of the keys that replace Z, or None if the keys are Z.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from inplace_ttt.audit import AuditedModule, NotChecked, audit_module
         >>> class Sum(AuditedModule):
@@ -395,7 +395,7 @@ class ReferenceMLP(CopiedModule):
             in pieces.
         dtype: dtype of the copy.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from torch import nn
         >>> from transformers import LlamaConfig

@@ -55,7 +55,7 @@ def audit_module(
         InPlaceTTTError: if the module itself raises; the message names the item. Also if the profile does not
             exist, or a declaration names an unknown item or lacks its reason.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from inplace_ttt.audit import AuditedModule, audit_module
         >>> class Frozen(AuditedModule):
@@ -115,7 +115,7 @@ def audit_model(
             process. Also if the profile does not exist, or a declaration names an unknown item or lacks its
             reason.
 
-    Example:
+    Examples:
         >>> from transformers import AutoModelForCausalLM, LlamaConfig
         >>> from inplace_ttt import InPlaceTTTConfig, convert
         >>> from inplace_ttt.audit import Declaration, audit_model

@@ -26,7 +26,7 @@ class Declaration:
         id: the id of the item; docs/audit.md lists them.
         why: the reason.
 
-    Example:
+    Examples:
         >>> from inplace_ttt.audit import Declaration
         >>> declared = [Declaration("chunk-size", "our documents have 3k tokens on average")]
     """
@@ -104,7 +104,7 @@ class Report:
         declarations: the declared deviations.
         facts: properties of the subject, for the head of the report.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from inplace_ttt.audit import AuditedModule, audit_module
         >>> class Frozen(AuditedModule):
@@ -158,7 +158,7 @@ class Report:
         Returns:
             The number of items.
 
-        Example:
+        Examples:
             >>> report.count("deviates") == len(report.undeclared)
             True
         """
@@ -170,7 +170,7 @@ class Report:
         Returns:
             The number of deviations and their ids.
 
-        Example:
+        Examples:
             >>> report.summary()
             '1 of 62 items deviate from the paper, 1 of them undeclared: writes.'
         """
@@ -194,7 +194,7 @@ class Report:
         Returns:
             The pairs of results with different verdicts or findings.
 
-        Example:
+        Examples:
             >>> report.differences(report)
             []
         """
@@ -212,7 +212,7 @@ class Report:
             The other report's subject and undeclared deviations, and the verdict and finding of each report
             per item that differs.
 
-        Example:
+        Examples:
             >>> report.compared(report)["differences"]
             []
         """
@@ -229,7 +229,7 @@ class Report:
         Returns:
             The values that `inplace-ttt audit --format json` prints.
 
-        Example:
+        Examples:
             >>> sorted(report.to_dict())
             ['counts', 'facts', 'items', 'profile', 'stale_declarations', 'subject', 'undeclared']
         """
@@ -252,7 +252,7 @@ class Report:
         Returns:
             The text.
 
-        Example:
+        Examples:
             >>> report.to_markdown().splitlines()[0]
             '# In-Place TTT audit: a plain linear map'
         """
@@ -267,7 +267,7 @@ class Report:
         Returns:
             The page, which loads nothing.
 
-        Example:
+        Examples:
             >>> report.to_html().startswith("<!DOCTYPE html>")
             True
         """

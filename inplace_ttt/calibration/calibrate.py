@@ -101,7 +101,7 @@ def calibrate(model: Any, rows: Sequence[Tensor], *, progress: bool = False) -> 
         InPlaceTTTError: if the model is not converted, its config needs no calibration, or `rows` is empty.
             Also if hidden states are not finite, or the target's source is constant over the text.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from transformers import AutoModelForCausalLM, LlamaConfig
         >>> from inplace_ttt import InPlaceTTTConfig, calibrate, convert

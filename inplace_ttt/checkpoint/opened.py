@@ -271,7 +271,7 @@ def load(path: str | os.PathLike[str], *, base: str | None = None, **kwargs: Any
         InPlaceTTTError: if the folder is not converted or incomplete, the base is missing or has other
             weights than the adapter's, or `base` is given for a full checkpoint.
 
-    Example:
+    Examples:
         >>> from transformers import AutoModelForCausalLM, LlamaConfig
         >>> from inplace_ttt import convert, load
         >>> from inplace_ttt.surgery import config_of

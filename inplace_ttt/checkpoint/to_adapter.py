@@ -47,7 +47,7 @@ def save_adapter(
         InPlaceTTTError: if a weight differs from the base's, or the base is quantized, wrapped or unknown.
             Also if `path` may not be replaced.
 
-    Example:
+    Examples:
         >>> from transformers import AutoModelForCausalLM, LlamaConfig
         >>> from inplace_ttt import convert, load, save_adapter
         >>> small = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2)

@@ -32,7 +32,7 @@ def from_pretrained(
         InPlaceTTTError: if the settings are invalid, missing, without effect on a converted folder, or in
             need of calibration. Also if the weights cannot be loaded completely.
 
-    Example:
+    Examples:
         >>> from transformers import AutoModelForCausalLM, LlamaConfig
         >>> from inplace_ttt.clients.automodel import from_pretrained
         >>> from inplace_ttt.surgery import config_of

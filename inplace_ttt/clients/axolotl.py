@@ -32,8 +32,8 @@ class InPlaceTTTPlugin(BasePlugin):
     It gives conv and P their learning rates, warms η up, and adds the checks of `InPlaceTTTCallback`. Axolotl
     makes the plugin and calls its methods; docs/clients.md has a whole configuration.
 
-    Example:
-        Axolotl's YAML then has these lines::
+    Examples:
+        Axolotl's YAML then has these lines:
 
             plugins: [inplace_ttt.clients.axolotl.InPlaceTTTPlugin]
             inplace_ttt:

@@ -32,7 +32,7 @@ class Diagnosis:
         findings: the findings, the most severe first.
         rows: number of rows B and of tokens T.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from transformers import AutoModelForCausalLM, LlamaConfig
         >>> from inplace_ttt import InPlaceTTTConfig, convert
@@ -58,7 +58,7 @@ class Diagnosis:
         Returns:
             The findings, in the order of `findings`.
 
-        Example:
+        Examples:
             >>> "zero-init" in [finding.id for finding in diagnosis.of("info")]
             True
         """
@@ -70,7 +70,7 @@ class Diagnosis:
         Returns:
             The values of `diagnose.json`. Numbers that are not finite are None.
 
-        Example:
+        Examples:
             >>> [layer["layer"] for layer in diagnosis.to_dict()["layers"]]
             [0]
         """
@@ -124,7 +124,7 @@ def diagnose(
         InPlaceTTTError: if the model is not converted or takes several steps per chunk, its weights are
             partitioned, the rows do not fit it, or a learning rate is negative or not finite.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from transformers import AutoModelForCausalLM, LlamaConfig
         >>> from inplace_ttt import InPlaceTTTConfig, convert

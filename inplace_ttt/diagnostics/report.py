@@ -35,7 +35,7 @@ def write_report(diagnosis: Diagnosis, out: str | os.PathLike[str], *, overwrite
     Raises:
         InPlaceTTTError: if `out` may not be replaced, or cannot be written.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from transformers import AutoModelForCausalLM, LlamaConfig
         >>> from inplace_ttt import InPlaceTTTConfig, convert

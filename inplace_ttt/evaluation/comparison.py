@@ -63,7 +63,7 @@ class Comparison:
         protocol: settings of the reading; its first `skip` tokens are left out of every mean.
         extra: further entries of the JSON object.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from transformers import AutoModelForCausalLM, LlamaConfig
         >>> from inplace_ttt import InPlaceTTTConfig, convert
@@ -90,7 +90,7 @@ class Comparison:
         Returns:
             The mean of the documents' means, in nats per token; None if a document lacks the reading.
 
-        Example:
+        Examples:
             >>> comparison.mean("on") == comparison.mean("off")  # a fresh conversion writes zeros
             True
         """
@@ -109,7 +109,7 @@ class Comparison:
             The mean in nats per token, with its standard error, which is None for a single document. None if
             a document lacks a reading.
 
-        Example:
+        Examples:
             >>> comparison.paired("on", "off").mean
             0.0
         """
@@ -126,7 +126,7 @@ class Comparison:
         Returns:
             For each bin its start and stop in tokens, losses and gains in nats per token.
 
-        Example:
+        Examples:
             >>> [bin["start"] for bin in comparison.positions(bins=3)]
             [0, 20, 40]
         """
@@ -164,7 +164,7 @@ class Comparison:
         Returns:
             For each document its name, tokens, counted tokens, loss and gains in nats per token.
 
-        Example:
+        Examples:
             >>> comparison.per_document(["first", "second"])[0]["on_minus_off"]
             0.0
         """
@@ -190,7 +190,7 @@ class Comparison:
         Returns:
             The JSON object of docs/evaluate.md.
 
-        Example:
+        Examples:
             >>> comparison.to_dict()["difference"]["mean"]
             0.0
         """
@@ -232,7 +232,7 @@ def compare(
         InPlaceTTTError: if no token of a document can read a write, two documents hold the same text, or a
             loss is not finite.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from transformers import AutoModelForCausalLM, LlamaConfig
         >>> from inplace_ttt import InPlaceTTTConfig, convert

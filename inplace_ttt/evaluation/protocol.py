@@ -29,7 +29,7 @@ class Protocol:
         begins: special tokens that begin every text of this model, such as a BOS. A probe puts them first if
             it cuts a text or drops the KV cache.
 
-    Example:
+    Examples:
         >>> from inplace_ttt.evaluation.protocol import Protocol
         >>> Protocol(window=256, skip=64).attention
         {'window': 256, 'sinks': 4}

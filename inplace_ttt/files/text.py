@@ -77,7 +77,7 @@ def begins_of(tokenizer: Any) -> list[int]:
     Returns:
         Their ids, to be put before each part of a document that is cut.
 
-    Example:
+    Examples:
         >>> from tokenizers import Tokenizer, models, processors
         >>> from transformers import PreTrainedTokenizerFast
         >>> from inplace_ttt.files.text import begins_of

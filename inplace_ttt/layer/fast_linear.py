@@ -363,7 +363,7 @@ def fast_weights(model: nn.Module) -> dict[int, FastWeight]:
         The down-projections by layer index, in order; empty without a conversion. Their submodule `ttt` holds
         conv [d, 1, k] and proj, P [d, d].
 
-    Example:
+    Examples:
         >>> from transformers import AutoModelForCausalLM, LlamaConfig
         >>> from inplace_ttt import convert
         >>> from inplace_ttt.surgery import fast_weights

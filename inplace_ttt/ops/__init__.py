@@ -105,7 +105,7 @@ def fast_weight(
         InPlaceTTTError: If shapes or dtypes disagree, if an option does not belong to the rule, or if the
             requested backend cannot run here.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from inplace_ttt.layout import ChunkLayout
         >>> from inplace_ttt.ops import fast_weight

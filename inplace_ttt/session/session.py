@@ -50,7 +50,7 @@ class Session:
             (`past_key_values` before transformers 5.24). Append the tokens that it then reads to `tokens`.
         tokens: the session's token ids [B, n], int64, without padding; `model.generate` needs all of them.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from transformers import AutoModelForCausalLM, LlamaConfig
         >>> from inplace_ttt import InPlaceTTTConfig, Session, convert
@@ -100,7 +100,7 @@ class Session:
                 session. Also if `readings` is below 1, or the cache has read tokens that are missing in
                 `tokens`.
 
-        Example:
+        Examples:
             >>> several = Session(model)
             >>> several.read(ids, readings=4)
             >>> several.chunks_written
@@ -189,7 +189,7 @@ class Session:
             InPlaceTTTError: if the config lacks `prompt_write`, the prompt has less than three tokens, or the
                 session's prompt is already written. Also as `read`.
 
-        Example:
+        Examples:
             >>> small = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2)
             >>> config = InPlaceTTTConfig.preset("ttt_ntp", chunk_size=16)
             >>> prompted = Session(convert(AutoModelForCausalLM.from_config(small), config))
@@ -237,7 +237,7 @@ class Session:
             InPlaceTTTError: if `ids` do not fit the session, a setting of `model.generate` does not work with
                 a session, or no token is left to generate from.
 
-        Example:
+        Examples:
             >>> session.generate(ids[:, :8], max_new_tokens=3, do_sample=False).shape
             torch.Size([1, 3])
         """
@@ -288,7 +288,7 @@ class Session:
         Raises:
             InPlaceTTTError: if a forward with gradients filled the cache, which keeps no state.
 
-        Example:
+        Examples:
             >>> branch = session.fork()
             >>> branch.read(ids)
             >>> branch.chunks_written > session.chunks_written
@@ -306,7 +306,7 @@ class Session:
         Returns:
             A new session, whose positions start at 0. Use it in place of this one.
 
-        Example:
+        Examples:
             >>> fast_weights_only = session.drop_kv_cache()
             >>> fast_weights_only.cache.get_seq_length(), fast_weights_only.state_bytes
             (0, 32768)
@@ -327,7 +327,7 @@ class Session:
             InPlaceTTTError: if the cache has read tokens that are missing in `tokens`, is of a kind that
                 cannot be saved, or awaits its `prompt_write`.
 
-        Example:
+        Examples:
             >>> session.save("small.state")
         """
         if self.tokens is not None:  # without tokens, a cache that was used by hand is saved as it is
@@ -378,7 +378,7 @@ class Session:
         Raises:
             InPlaceTTTError: if the file is damaged, or of another model or another TTT config.
 
-        Example:
+        Examples:
             >>> session.save("small.state")
             >>> Session.load("small.state", model).tokens.equal(session.tokens)
             True

@@ -32,7 +32,11 @@ ABSENT = {"inplace_ttt.clients.axolotl.InPlaceTTTPlugin"}
 NAMES = [name for name in re.findall(r"^::: (\S+)$", PAGE, flags=re.MULTILINE) if name not in ABSENT]
 INTERFACES = (AuditedModule,)
 """Classes to derive from: the class's example shows the methods together."""
-HEADINGS = ("Args", "Attributes", "Example", "Raises", "Returns", "Yields")
+SLOW = {
+    f"inplace_ttt.{name}" for name in ("audit.audit_model", "diagnostics.write_report", "InPlaceTTTCallback")
+}
+"""Names whose examples take half of the time; they audit, draw and train, which other tests of the gate do
+too."""
 SKIPPED_AT_MOST = 1 / 3
 
 
@@ -96,31 +100,49 @@ def returns(value: Any) -> bool:
 EVERYTHING = [each for name in NAMES for each in documented(name)]
 
 
+def faults(each: Documented) -> list[str]:
+    """Everything that a docstring lacks."""
+    first, found = each.text.partition("\n")[0], []
+    if not re.match(r"[A-Z]\w+ .*[.:]$", first) or first.startswith(("Returns ", "The ", "A ")):
+        found.append(f"the first line is no sentence that begins with a verb: {first!r}")
+    given, named = parameters(each.value), each.entries("Args")
+    either = named | each.entries("Attributes") if dataclasses.is_dataclass(each.value) else named
+    if not inspect.isabstract(each.value):
+        found += [f"Args lack {name}" for name in sorted(given - either)]
+        found += [f"the signature lacks {name}" for name in sorted(named - given)]
+    if returns(each.value) and not (each.section("Returns") or each.section("Yields")):
+        found.append("there is no section Returns")
+    if each.needs_example and ">>> " not in (each.section("Examples") or ""):
+        found.append("there is no example")
+    return found
+
+
 @pytest.mark.parametrize("each", EVERYTHING, ids=lambda each: each.name)
 def test_a_docstring_is_complete(each: Documented) -> None:
-    first = each.text.partition("\n")[0]
-    assert re.match(r"[A-Z]\w+ .*[.:]$", first), f"the first line is one sentence: {first!r}"
-    assert not first.startswith(("Returns ", "The ", "A ")), f"the first line begins with a verb: {first!r}"
-    named = each.entries("Args")
-    if dataclasses.is_dataclass(each.value):
-        named |= each.entries("Attributes")
-    if not (inspect.isclass(each.value) and inspect.isabstract(each.value)):
-        assert parameters(each.value) <= named, f"Args lack {parameters(each.value) - named}"
-        assert each.entries("Args") <= parameters(each.value), "Args that the signature lacks"
-    if returns(each.value):
-        assert each.section("Returns") or each.section("Yields")
-    if each.needs_example:
-        assert ">>> " in (each.section("Example") or "")
+    assert faults(each) == []
 
 
-def examples(name: str) -> Iterator[doctest.DocTest]:
-    """The examples of a name and of its methods, over one set of globals."""
-    shared: dict[str, Any] = {"__name__": "examples"}
-    parser = doctest.DocTestParser()
-    for each in documented(name):
-        test = parser.get_doctest(each.text, {}, each.name, None, None)
-        test.globs = shared
-        yield test
+def test_an_incomplete_docstring_is_found() -> None:
+    def halved(x: int, by: int = 2) -> int:
+        """Returns a part of a number.
+
+        Args:
+            x: the number.
+            y: nothing.
+        """
+        return x // by
+
+    assert [fault.partition(":")[0] for fault in faults(Documented("halved", halved))] == [
+        "the first line is no sentence that begins with a verb",
+        "Args lack by",
+        "the signature lacks y",
+        "there is no section Returns",
+        "there is no example",
+    ]
+
+
+def examples(each: Documented) -> doctest.DocTest:
+    return doctest.DocTestParser().get_doctest(each.text, {"__name__": "examples"}, each.name, None, None)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -129,15 +151,23 @@ def _deepspeed_has_logged() -> None:
     get_accelerator()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_examples_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "public", [pytest.param(name, marks=pytest.mark.full) if name in SLOW else name for name in NAMES]
+)
+def test_the_examples_run(public: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An object's own example, and each method's after a new run of it."""
     monkeypatch.chdir(tmp_path)
     logging.disable_progress_bar()
     report: list[str] = []
     runner = doctest.DocTestRunner(verbose=False)
+    own, *others = documented(public)
     try:
-        for test in examples(name):
-            runner.run(test, out=report.append, clear_globs=False)
+        runner.run(examples(own), out=report.append)
+        for test in filter(lambda test: test.examples, map(examples, others)):
+            before = examples(own)
+            runner.run(before, out=report.append, clear_globs=False)
+            test.globs = before.globs
+            runner.run(test, out=report.append)
     finally:
         if distributed.is_initialized():
             distributed.destroy_process_group()
@@ -145,7 +175,7 @@ def test_the_examples_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_few_examples_are_skipped() -> None:
-    lines = [example for name in NAMES for test in examples(name) for example in test.examples]
+    lines = [line for each in EVERYTHING for line in examples(each).examples]
     skipped = [line for line in lines if line.options.get(doctest.SKIP)]
     assert len(lines) > 100 and len(skipped) <= SKIPPED_AT_MOST * len(lines)
 
@@ -154,7 +184,7 @@ def test_the_plugin_for_axolotl_shows_settings_that_it_takes() -> None:
     """It is read as text, since its module imports Axolotl."""
     tree = ast.parse((ROOT / "inplace_ttt" / "clients" / "axolotl.py").read_text(encoding="utf-8"))
     (kind,) = (node for node in tree.body if getattr(node, "name", None) == "InPlaceTTTPlugin")
-    shown = yaml.safe_load((ast.get_docstring(kind) or "").partition("::\n")[2])
+    shown = yaml.safe_load((ast.get_docstring(kind) or "").partition("lines:\n")[2])
     assert shown["plugins"] == [*ABSENT] and settings_of(shown["inplace_ttt"]).ttt is not None
 
 

@@ -47,7 +47,7 @@ class InPlaceTTTCallback(TrainerCallback):
         InPlaceTTTError: if a setting is invalid or, when training starts, would be ignored.
         NotSoError: in training, if a guard stops the run.
 
-    Example:
+    Examples:
         >>> from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments
         >>> from inplace_ttt import InPlaceTTTCallback, InPlaceTTTConfig, convert
         >>> small = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2)
@@ -101,7 +101,7 @@ class InPlaceTTTCallback(TrainerCallback):
             InPlaceTTTError: if the model is not converted, its target generators are frozen, or the trainer's
                 optimizer exists already or chooses its parameters itself.
 
-        Example:
+        Examples:
             >>> trainer = Trainer(model, args, train_dataset=rows)
             >>> callback = InPlaceTTTCallback(proj_learning_rate=1e-3).attach(trainer)
         """
@@ -132,7 +132,7 @@ class InPlaceTTTCallback(TrainerCallback):
         Raises:
             InPlaceTTTError: if a setting would be ignored, or a layer's target generator is frozen.
 
-        Example:
+        Examples:
             >>> [group["name"] for group in callback.groups(model, trainer)]
             ['decaying', 'rest', 'conv', 'proj']
         """

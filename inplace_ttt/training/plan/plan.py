@@ -117,7 +117,7 @@ def make_plan(recipe: Recipe, device_memory: int | None = None) -> TrainingPlan:
     Raises:
         InPlaceTTTError: if the model's config cannot be read, or the recipe's `ttt` does not fit the model.
 
-    Example:
+    Examples:
         >>> import json
         >>> from pathlib import Path
         >>> from inplace_ttt.training.plan import make_plan

@@ -215,7 +215,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     Raises:
         InPlaceTTTError: if the file cannot be read, or a key or value is invalid; with its line and key.
 
-    Example:
+    Examples:
         >>> import json
         >>> from pathlib import Path
         >>> from inplace_ttt.training.recipe import load_recipe
