@@ -36,7 +36,7 @@ _MOST_STEPS = 1000
 
 @dataclass(frozen=True)
 class InPlaceTTTConfig:
-    """The settings of a conversion. The defaults are the preset `paper`.
+    """Holds the settings of a conversion. The defaults are the preset `paper`.
 
     Args:
         layers: "every:N" (layers 0, N, 2N, …), "upper:N" (those of them above the model's lower 40 %), or a
@@ -74,7 +74,15 @@ class InPlaceTTTConfig:
             `Session.write_prompt`). Forwards without a cache, as in training, still write chunks.
 
     Raises:
-        InPlaceTTTError: if a value is out of range, or settings do not go together.
+        InPlaceTTTError: if a value has a wrong type or is out of range. Also if a setting contradicts the
+            others, or is ineffective beside them.
+
+    Examples:
+        >>> from inplace_ttt import InPlaceTTTConfig, UpdateClip
+        >>> config = InPlaceTTTConfig(layers=[6, 12], eta=[0.1, 0.05], chunk_size=512)
+        >>> clipped = InPlaceTTTConfig(clip=UpdateClip(0.01, relative=True, mode="always"))
+        >>> clipped.layers, clipped.eta
+        ('every:6', 1.0)
     """
 
     layers: str | tuple[int, ...] = "every:6"
@@ -229,10 +237,20 @@ class InPlaceTTTConfig:
         )
 
     def resolve(self, num_layers: int) -> InPlaceTTTConfig:
-        """Returns the config with explicit layer indices, for a model of `num_layers` layers.
+        """Resolves `layers` to explicit indices (paper appendix C.3: every sixth layer).
+
+        Args:
+            num_layers: decoder layers of the model.
+
+        Returns:
+            The config with a tuple of indices as `layers`.
 
         Raises:
-            InPlaceTTTError: if a layer does not exist.
+            InPlaceTTTError: if a listed layer does not exist in such a model.
+
+        Examples:
+            >>> InPlaceTTTConfig(layers="every:6").resolve(num_layers=30).layers
+            (0, 6, 12, 18, 24)
         """
         if isinstance(self.layers, str):
             which, step = self.layers.split(":")
@@ -249,9 +267,21 @@ class InPlaceTTTConfig:
         return self
 
     def state_shape(self, d: int, h: int) -> tuple[int, int]:
-        """Returns the shape of one sequence's state, for a down-projection from h to d features.
+        """Computes the shape of one sequence's state in one layer (paper §3.1: [d, h]).
 
-        It is [d, r] for keys of r numbers, and [d + r, r] with update_rule="ridge".
+        Args:
+            d: output features of the down-projection, the model's width.
+            h: input features of the down-projection.
+
+        Returns:
+            [d, r] for keys of r numbers, which is [d, h] without whitening. With update_rule="ridge" it is
+            [d + r, r].
+
+        Examples:
+            >>> InPlaceTTTConfig().state_shape(d=576, h=1536)
+            (576, 1536)
+            >>> InPlaceTTTConfig.preset("ridge").state_shape(d=576, h=1536)
+            (1600, 1024)
         """
         width = h if self.whitening is None else self.whitening.directions(d, h)
         return self.rule.state_rows(d, width), width
@@ -294,31 +324,69 @@ class InPlaceTTTConfig:
         return self.conv != "next" and self.target != "gradient"
 
     def eta_of(self, position: int) -> float:
-        """Returns η of the TTT layer at `position` among the TTT layers."""
+        """Looks up η of Eq. (1) for one TTT layer.
+
+        Args:
+            position: the layer's place among the TTT layers, from 0.
+
+        Returns:
+            η; the same for every layer if `eta` is one number.
+
+        Examples:
+            >>> InPlaceTTTConfig(layers=[6, 12], eta=[0.1, 0.05]).eta_of(1)
+            0.05
+        """
         return self.eta[position] if isinstance(self.eta, tuple) else self.eta
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the config as JSON values, from which `from_dict` makes the same config."""
+        """Converts the config to JSON values.
+
+        Returns:
+            All settings by name. `from_dict` makes the same config from them.
+
+        Examples:
+            >>> InPlaceTTTConfig(chunk_size=512).to_dict()["chunk_size"]
+            512
+        """
         return json.loads(json.dumps(dataclasses.asdict(self)))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> InPlaceTTTConfig:
-        """Returns the config for a mapping of settings.
+        """Makes a config from a mapping of settings, as `to_dict`, a recipe or a config.json has them.
+
+        Args:
+            values: settings by name. Those left out have the preset `paper`'s values. Tables such as `clip`
+                may be mappings.
+
+        Returns:
+            The config.
 
         Raises:
             InPlaceTTTError: if a setting is unknown or invalid.
+
+        Examples:
+            >>> InPlaceTTTConfig.from_dict({"layers": "every:4", "clip": {"max_norm": 0.5}}).clip
+            UpdateClip(max_norm=0.5, relative=False, mode='inference')
         """
         return from_mapping(cls, values, "the TTT config")
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> InPlaceTTTConfig:
-        """Returns the preset `name`, with fields replaced by `overrides`.
+        """Makes the config of a preset. docs/convert.md compares the presets.
+
+        Args:
+            name: "paper", "official", "ttt_ntp", "gradient", "notes" or "ridge".
+            overrides: settings that replace the preset's.
+
+        Returns:
+            The config.
 
         Raises:
-            InPlaceTTTError: if the preset does not exist, or a value is invalid.
+            InPlaceTTTError: if the preset does not exist, or a setting is unknown or invalid.
 
-        Example:
-            >>> config = InPlaceTTTConfig.preset("ridge", chunk_size=256)
+        Examples:
+            >>> InPlaceTTTConfig.preset("ridge", chunk_size=256).update_rule
+            'ridge'
         """
         require(name in PRESETS, f"preset {name!r} does not exist; choose one of {', '.join(PRESETS)}.")
         return cls.from_dict({**PRESETS[name].to_dict(), **overrides})

@@ -41,7 +41,7 @@ def require_size(name: str, *values: float | None) -> None:
 
 @dataclass(frozen=True)
 class UpdateClip:
-    """A bound on the Frobenius norm of one chunk's write V_jᵀZ_j, without η (paper appendix "Clipping").
+    """Bounds the Frobenius norm of one chunk's write V_jᵀZ_j, without η (paper appendix C.2, "Clipping").
 
     Args:
         max_norm: the paper's τ, absolute or, if `relative`, as a fraction of ‖W0‖_F. The gradient treats it
@@ -50,7 +50,11 @@ class UpdateClip:
         mode: "inference" clips in eval mode only (the paper), "always" in training too.
 
     Raises:
-        InPlaceTTTError: if a value is out of range.
+        InPlaceTTTError: if `max_norm` is not a finite number above 0, or `mode` is unknown.
+
+    Examples:
+        >>> from inplace_ttt import InPlaceTTTConfig, UpdateClip
+        >>> config = InPlaceTTTConfig(clip=UpdateClip(0.01, relative=True))  # 1 % of ‖W0‖ per chunk
     """
 
     max_norm: float
@@ -74,7 +78,7 @@ class UpdateClip:
 
 @dataclass(frozen=True)
 class KeyWhitening:
-    """Whitened keys (extension): k = s (Λ + ρI)^(-1/2) Uᵀ (z - ‖z‖c), with r numbers in place of the h of z.
+    """Whitens keys (extension): k = s (Λ + ρI)^(-1/2) Uᵀ (z - ‖z‖c), with r numbers in place of the h of z.
 
     z is the down-projection's input, and c = E[‖z‖z] / E[‖z‖²] is its center over a calibration text. U and Λ
     are the r largest directions and variances of z - ‖z‖c. The raw inputs vary in few directions. So raw keys
@@ -87,7 +91,12 @@ class KeyWhitening:
         shrinkage: ρ as a fraction of the mean variance.
 
     Raises:
-        InPlaceTTTError: if a value is out of range.
+        InPlaceTTTError: if `rank` or `shrinkage` is out of range.
+
+    Examples:
+        >>> from inplace_ttt import InPlaceTTTConfig, KeyWhitening
+        >>> InPlaceTTTConfig(whitening=KeyWhitening(rank=256)).state_shape(d=576, h=1536)
+        (576, 256)
     """
 
     rank: int | float | None = None
@@ -109,7 +118,19 @@ class KeyWhitening:
         require_size("whitening.shrinkage", self.shrinkage)
 
     def directions(self, d: int, h: int) -> int:
-        """Returns r for a down-projection from h to d features."""
+        """Computes r for one down-projection.
+
+        Args:
+            d: its output features.
+            h: its input features.
+
+        Returns:
+            The number of directions, at most h.
+
+        Examples:
+            >>> KeyWhitening(rank=0.5).directions(d=576, h=1536)
+            288
+        """
         if self.rank is None:
             return h
         return min(h, self.rank if isinstance(self.rank, int) else max(1, round(self.rank * d)))
@@ -117,9 +138,9 @@ class KeyWhitening:
 
 @dataclass(frozen=True)
 class PromptWrite:
-    """One write at the end of a prompt, in place of the chunks' writes (extension, TTT-NTP's inference).
+    """Sets one write at the end of a prompt, in place of the chunks' writes (extension, TTT-NTP's inference).
 
-    It is a ridge regression over the last pairs (z_t, V_t = x_{t+1} P) of the prompt: ΔW minimizes
+    The write is a ridge regression over the last pairs (z_t, V_t = x_{t+1} P) of the prompt: ΔW minimizes
     Σ ‖V_t - (W0 + ΔW) z_t‖² + λ‖ΔW‖². Later tokens read W0 + η' ΔW with η' = min(η, cap · ‖W0‖ / ‖ΔW‖).
 
     Args:
@@ -132,6 +153,10 @@ class PromptWrite:
 
     Raises:
         InPlaceTTTError: if a value is out of range.
+
+    Examples:
+        >>> from inplace_ttt import InPlaceTTTConfig, PromptWrite
+        >>> config = InPlaceTTTConfig.preset("ttt_ntp", prompt_write=PromptWrite(window=4096, cap=0.05))
     """
 
     window: int = 8192

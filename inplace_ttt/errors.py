@@ -10,7 +10,18 @@ from typing import Any
 
 
 class InPlaceTTTError(ValueError):
-    """Bad input or an impossible request. The message is one sentence, with a remedy."""
+    """Reports bad input or an impossible request. The message is one sentence, with a remedy.
+
+    It is a ValueError. The command line prints its message and exits with `exit_code`.
+
+    Examples:
+        >>> from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError
+        >>> try:
+        ...     InPlaceTTTConfig(chunk_size=0)
+        ... except InPlaceTTTError as error:
+        ...     print(error)
+        chunk_size must be an integer of at least 1, got 0.
+    """
 
     exit_code = 2
 

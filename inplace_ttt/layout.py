@@ -48,7 +48,7 @@ def on_device(host: Tensor, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class ChunkLayout:
-    """The documents of a batch [B, T] and their grid of chunks.
+    """Describes the documents of a batch [B, T] and their grid of chunks (paper §3.1, §3.4).
 
     A document is cut into chunks of `chunk_size` tokens from its own first token; its last chunk may be
     short. Tokens outside every document are padding and belong to no chunk.
@@ -63,6 +63,12 @@ class ChunkLayout:
 
     Raises:
         InPlaceTTTError: if a document is empty, overlaps another, or exceeds the row.
+
+    Examples:
+        >>> from inplace_ttt.layout import ChunkLayout
+        >>> layout = ChunkLayout(documents=(((0, 5), (5, 8)),), length=9, chunk_size=2)
+        >>> layout.chunk_ids().tolist()
+        [[0, 0, 1, 1, 2, 3, 3, 4, -1]]
     """
 
     documents: tuple[tuple[Span, ...], ...]
@@ -91,35 +97,87 @@ class ChunkLayout:
     @classmethod
     @functools.lru_cache(maxsize=16)
     def shared(cls, documents: tuple[tuple[Span, ...], ...], length: int, chunk_size: int) -> ChunkLayout:
-        """Returns one shared layout per set of arguments.
+        """Makes one shared layout per set of arguments.
 
         So its tensors are copied to a device once, and not once per layer.
+
+        Args:
+            documents: as of the class.
+            length: as of the class.
+            chunk_size: as of the class.
+
+        Returns:
+            The layout, of which up to 16 are kept.
+
+        Examples:
+            >>> ChunkLayout.shared((((0, 5),),), 5, 2) is ChunkLayout.shared((((0, 5),),), 5, 2)
+            True
         """
         with torch.inference_mode(False):
             return cls(documents, length, chunk_size)
 
     @property
     def batch(self) -> int:
+        """B, the number of rows."""
         return len(self.documents)
 
     def chunks(self, document: Span) -> Iterator[Span]:
-        """Yields the chunks of a document, in order."""
+        """Cuts a document into its chunks.
+
+        Args:
+            document: the document's start and stop in its row.
+
+        Yields:
+            Start and stop of each chunk, in order.
+
+        Examples:
+            >>> list(layout.chunks((0, 5)))
+            [(0, 2), (2, 4), (4, 5)]
+        """
         start, stop = document
         for first in range(start, stop, self.chunk_size):
             yield first, min(first + self.chunk_size, stop)
 
     def is_complete(self, chunk: Span) -> bool:
+        """Checks if a chunk has `chunk_size` tokens. Only such chunks are written.
+
+        Args:
+            chunk: the chunk's start and stop in its row.
+
+        Returns:
+            True if it has.
+
+        Examples:
+            >>> layout.is_complete((4, 5))
+            False
+        """
         return chunk[1] - chunk[0] == self.chunk_size
 
     def writes(self) -> int:
-        """Returns the number of chunks whose write a later token of the same document reads.
+        """Counts the chunks whose write a later token of the same document reads.
 
-        With 0 of them, the batch cannot train the target generator.
+        Returns:
+            Their number. With 0 of them, the batch cannot train the target generator.
+
+        Examples:
+            >>> ChunkLayout.from_lengths([[3000, 500], [800]], chunk_size=512).writes()  # 5 + 0 + 1
+            6
         """
         return sum((stop - start - 1) // self.chunk_size for row in self.documents for start, stop in row)
 
     def chunk_ids(self, device: torch.device | str = "cpu") -> Tensor:
-        """Returns the index of each token's chunk in its row, int32 [B, T]; -1 for padding."""
+        """Numbers the chunks of each row.
+
+        Args:
+            device: device of the result, of which a copy is kept.
+
+        Returns:
+            The index of each token's chunk in its row, int32 [B, T]; -1 for padding.
+
+        Examples:
+            >>> ChunkLayout.from_lengths([[3]], chunk_size=2, length=4).chunk_ids()
+            tensor([[ 0,  0,  1, -1]], dtype=torch.int32)
+        """
         device = torch.device(device)
         if device not in self._chunk_ids:
             ids = torch.full((self.batch, self.length), -1, dtype=torch.int32)
@@ -135,12 +193,24 @@ class ChunkLayout:
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 (layouts are small, and few are held)
     def part(self, rank: int, ranks: int) -> ChunkLayout:
-        """Returns the layout of one rank's part of the rows, T / `ranks` tokens each.
+        """Cuts out one rank's part of the rows, T / `ranks` tokens each.
 
         The part's first and last documents may continue on other ranks.
 
+        Args:
+            rank: number of the rank, from 0.
+            ranks: number of ranks that share the rows.
+
+        Returns:
+            The layout of the part.
+
         Raises:
-            InPlaceTTTError: on all ranks, if a border between ranks would cut a chunk in two.
+            InPlaceTTTError: on all ranks, if T does not divide by `ranks`, or if a border between ranks would
+                cut a chunk in two.
+
+        Examples:
+            >>> ChunkLayout.from_lengths([[6, 2]], chunk_size=2).part(rank=1, ranks=2).documents
+            (((0, 2), (2, 4)),)
         """
         if self.length % ranks:
             raise InPlaceTTTError(
@@ -170,11 +240,19 @@ class ChunkLayout:
         return ChunkLayout(tuple(rows), width, self.chunk_size)
 
     def links(self, ranks: int) -> Tensor:
-        """Returns the terms of each rank's starting state as 0 and 1, float64 [B, ranks + 1, ranks + 1].
+        """Selects the terms of each rank's starting state, for the scan over ranks (paper §3.4, Algorithm 1).
 
-        Row r is rank r's state at the first token of its first document. The last row is the state after
-        the last document. Column 0 is the initial state. Column r + 1 is the sum of rank r's writes in its
-        last document.
+        Args:
+            ranks: number of ranks that share the rows.
+
+        Returns:
+            Zeros and ones, float64 [B, ranks + 1, ranks + 1]. Row r is rank r's state at the first token of
+            its first document. The last row is the state after the last document. Column 0 is the initial
+            state. Column r + 1 is the sum of rank r's writes in its last document.
+
+        Examples:
+            >>> ChunkLayout.from_lengths([[4]], chunk_size=2).links(ranks=2)[0, 1].tolist()
+            [1.0, 1.0, 0.0]
         """
         width = self.length // ranks
         links = torch.zeros(self.batch, ranks + 1, ranks + 1, dtype=torch.float64)
@@ -197,7 +275,23 @@ class ChunkLayout:
     def from_lengths(
         cls, lengths: Sequence[Sequence[int]], chunk_size: int, length: int | None = None
     ) -> ChunkLayout:
-        """Returns the layout of rows with adjacent documents of the given lengths; padding fills `length`."""
+        """Lays out rows of adjacent documents.
+
+        Args:
+            lengths: for each row, the tokens of its documents, in order.
+            chunk_size: tokens per chunk.
+            length: T; padding fills the rows up to it. None takes the longest row.
+
+        Returns:
+            The layout.
+
+        Raises:
+            InPlaceTTTError: if a document is empty, or the documents of a row exceed `length`.
+
+        Examples:
+            >>> ChunkLayout.from_lengths([[3000, 500], [800]], chunk_size=512).documents
+            (((0, 3000), (3000, 3500)), ((0, 800),))
+        """
         rows = []
         for row in lengths:
             ends = [0]
@@ -209,7 +303,20 @@ class ChunkLayout:
 
     @classmethod
     def from_position_ids(cls, position_ids: Tensor, chunk_size: int) -> ChunkLayout:
-        """Returns the layout of packed rows with position ids [B, T], as `document_starts` reads them."""
+        """Lays out packed rows, whose documents start wherever a position is not the previous one plus 1.
+
+        Args:
+            position_ids: position ids [B, T], integers.
+            chunk_size: tokens per chunk.
+
+        Returns:
+            The layout, without padding.
+
+        Examples:
+            >>> import torch
+            >>> ChunkLayout.from_position_ids(torch.tensor([[0, 1, 2, 0, 1]]), chunk_size=2).documents
+            (((0, 3), (3, 5)),)
+        """
         length = position_ids.shape[1]
         rows = []
         for row in document_starts(position_ids).tolist():
@@ -219,10 +326,22 @@ class ChunkLayout:
 
     @classmethod
     def from_attention_mask(cls, mask: Tensor, chunk_size: int) -> ChunkLayout:
-        """Returns the layout of rows with one document each, given by a mask [B, T] that is 0 for padding.
+        """Lays out rows with one document each.
+
+        Args:
+            mask: a mask [B, T] that is 0 for padding, at the left or the right.
+            chunk_size: tokens per chunk.
+
+        Returns:
+            The layout.
 
         Raises:
             InPlaceTTTError: if a row has padding inside its document.
+
+        Examples:
+            >>> import torch
+            >>> ChunkLayout.from_attention_mask(torch.tensor([[0, 0, 1, 1]]), chunk_size=2).documents
+            (((2, 4),),)
         """
         rows = []
         real, length = mask != 0, mask.shape[1]
@@ -240,13 +359,23 @@ class ChunkLayout:
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor, chunk_size: int, length: int | None = None) -> ChunkLayout:
-        """Returns the layout of one packed row.
+        """Lays out one packed row.
 
         Args:
-            cu_seqlens: cumulative lengths of the documents, from 0, [documents + 1].
+            cu_seqlens: cumulative lengths of the documents, from 0, integers [documents + 1].
+            chunk_size: tokens per chunk.
+            length: T; padding fills the row up to it. None takes the last of `cu_seqlens`.
+
+        Returns:
+            The layout.
 
         Raises:
-            InPlaceTTTError: if the lengths do not rise from 0.
+            InPlaceTTTError: if the lengths do not rise from 0, or exceed `length`.
+
+        Examples:
+            >>> import torch
+            >>> ChunkLayout.from_cu_seqlens(torch.tensor([0, 3, 5]), chunk_size=2).documents
+            (((0, 3), (3, 5)),)
         """
         ends = cu_seqlens.tolist()
         if len(ends) < 2 or ends[0] != 0 or any(b < a for a, b in itertools.pairwise(ends)):

@@ -32,10 +32,10 @@ SEED = 0
 
 
 def convert(model: AnyModel, config: InPlaceTTTConfig | None = None) -> AnyModel:
-    """Gives a loaded causal LM fast weights, in place.
+    """Gives a loaded causal LM fast weights, in place (paper §3.1, §3.2).
 
     The converted model computes the same as before (paper appendix C.3), except with conv="next" or
-    target="gradient".
+    target="gradient". If the config has `needs_calibration`, call `calibrate` next.
 
     Args:
         model: a causal LM of transformers, which may be quantized.
@@ -48,8 +48,13 @@ def convert(model: AnyModel, config: InPlaceTTTConfig | None = None) -> AnyModel
         InPlaceTTTError: if the model is not a causal LM, is converted already, or is wrapped by PEFT. Also if
             a layer does not exist or has only routed experts. A refused model is unchanged.
 
-    Example:
-        >>> model = convert(model, InPlaceTTTConfig.preset("ridge"))
+    Examples:
+        >>> from transformers import AutoModelForCausalLM, LlamaConfig
+        >>> from inplace_ttt import InPlaceTTTConfig, convert
+        >>> small = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=8)
+        >>> model = convert(AutoModelForCausalLM.from_config(small), InPlaceTTTConfig(chunk_size=16))
+        >>> model.model.layers[6].mlp.down_proj.ttt.conv.shape
+        torch.Size([64, 1, 5])
     """
     lm = causal_lm(model)
     if is_converted(lm):
@@ -165,11 +170,22 @@ def initial_std(config: PreTrainedConfig) -> float:
 def revert(model: AnyModel) -> AnyModel:
     """Removes the fast weights, in place. The parameters of the base keep their current values.
 
+    Args:
+        model: a converted model.
+
+    Returns:
+        The same model.
+
     Raises:
         InPlaceTTTError: if the model is not converted.
 
-    Example:
-        >>> model = revert(model)
+    Examples:
+        >>> from transformers import AutoModelForCausalLM, LlamaConfig
+        >>> from inplace_ttt import convert, revert
+        >>> small = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2)
+        >>> model = revert(convert(AutoModelForCausalLM.from_config(small)))
+        >>> any(".ttt." in name for name, _ in model.named_parameters())
+        False
     """
     lm = causal_lm(model)
     layers = fast_weights(lm)
@@ -189,10 +205,24 @@ def is_converted(model: nn.Module) -> bool:
 
 
 def config_of(model: nn.Module) -> InPlaceTTTConfig:
-    """Returns the TTT config of a converted model, with explicit layer indices.
+    """Reads the TTT config of a converted model.
+
+    Args:
+        model: a converted model, which may be wrapped.
+
+    Returns:
+        The config, with explicit layer indices.
 
     Raises:
         InPlaceTTTError: if the model is not converted.
+
+    Examples:
+        >>> from transformers import AutoModelForCausalLM, LlamaConfig
+        >>> from inplace_ttt import convert
+        >>> from inplace_ttt.surgery import config_of
+        >>> small = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=8)
+        >>> config_of(convert(AutoModelForCausalLM.from_config(small))).layers
+        (0, 6)
     """
     for module in model.modules():
         if isinstance(module, FastWeight):
@@ -207,9 +237,23 @@ def config_of(model: nn.Module) -> InPlaceTTTConfig:
 def disable_ttt(model: nn.Module) -> Iterator[None]:
     """Switches TTT off for this thread inside the `with` block: the model reads W0, and writes nothing.
 
-    Example:
+    Args:
+        model: a converted model; any other model is left as it is.
+
+    Returns:
+        A context manager.
+
+    Examples:
+        >>> import torch
+        >>> from transformers import AutoModelForCausalLM, LlamaConfig
+        >>> from inplace_ttt import InPlaceTTTConfig, Session, convert, disable_ttt
+        >>> small = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2)
+        >>> model = convert(AutoModelForCausalLM.from_config(small), InPlaceTTTConfig(chunk_size=16))
+        >>> session = Session(model)
         >>> with disable_ttt(model):
-        ...     logits = model(ids).logits
+        ...     session.read(torch.arange(40)[None])
+        >>> session.chunks_written
+        0
     """
     with switching(hooks_of(model), enabled=False):
         yield
@@ -217,14 +261,38 @@ def disable_ttt(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def share_sequence(model: nn.Module, group: ProcessGroup) -> Iterator[None]:
-    """Splits rows over ranks inside the `with` block. Each rank reads a contiguous, equal part of each row.
+    """Splits rows over ranks inside the `with` block (paper §3.4, Algorithm 1).
 
-    Only the fast weight is handled here. Attention must get the other parts by its own means (Ulysses).
-    Training under DeepSpeed's Ulysses does not need this call: its group is found automatically.
+    Each rank reads a contiguous, equal part of each row, and passes its part of `position_ids`. Only the fast
+    weight is handled here. Attention must get the other parts by its own means (Ulysses). Training under
+    DeepSpeed's Ulysses does not need this call: its group is found automatically.
 
     Args:
         model: a converted model.
         group: the process group of the ranks, in the order of their parts.
+
+    Returns:
+        A context manager.
+
+    Raises:
+        InPlaceTTTError: in a forward inside the block, if a border between ranks cuts a chunk in two, or if
+            rows have a cache or a padding mask.
+
+    Examples:
+        >>> import torch
+        >>> from torch import distributed
+        >>> from transformers import AutoModelForCausalLM, LlamaConfig
+        >>> from inplace_ttt import InPlaceTTTConfig, convert
+        >>> from inplace_ttt.surgery import share_sequence
+        >>> small = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2)
+        >>> model = convert(AutoModelForCausalLM.from_config(small), InPlaceTTTConfig(chunk_size=16))
+        >>> distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+        >>> part = torch.arange(64)[None]  # with one rank, the whole row
+        >>> with share_sequence(model, distributed.group.WORLD):
+        ...     logits = model(part, position_ids=part, use_cache=False).logits
+        >>> logits.shape
+        torch.Size([1, 64, 32000])
+        >>> distributed.destroy_process_group()
     """
     with sharing(hooks_of(model), group):
         yield

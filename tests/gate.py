@@ -22,7 +22,7 @@ BUDGET = {
     "checkpoint": 380,
     "cli": 160,
     "diagnostics": 120,
-    "docs": 190,
+    "docs": 215,
     "evaluation": 360,
     "files": 20,
     "triton_kernels": 380,

@@ -39,7 +39,7 @@ class Stream(Protocol):
 
 
 class AuditedModule(ABC):
-    """One TTT layer.
+    """Gives the probes access to one TTT layer. Derive from it to audit another implementation.
 
     `forward`, `keys`, `fast_weight`, `conv` and `proj` are required. The probes use the other members if they
     are overridden.
@@ -53,6 +53,27 @@ class AuditedModule(ABC):
         eta: η as the module declares it, or None if unknown.
         ridge: λ if reads come from the least-squares map of all writes, None for the paper's sum.
         whitening: description of the keys that replace Z, or None if the keys are Z.
+
+    Examples:
+        >>> import torch
+        >>> from inplace_ttt.audit import AuditedModule, NotChecked, audit_module
+        >>> class Sum(AuditedModule):
+        ...     name, input_size, d, h, chunk_size, eta = "a plain sum", 48, 16, 48, 12, 1.0
+        ...     fast_weight = torch.randn(16, 48, dtype=torch.float64)
+        ...     conv = torch.ones(16, 1, 1, dtype=torch.float64)  # one tap, of the token itself
+        ...     proj = torch.eye(16, dtype=torch.float64)
+        ...     def keys(self, x):
+        ...         return x
+        ...     def forward(self, x, target, *, documents=None, padding=None):
+        ...         if documents is not None or padding is not None:
+        ...             raise NotChecked("the layer takes whole rows")
+        ...         weight, outputs = self.fast_weight, []
+        ...         for z, v in zip(x.split(12, 1), target.split(12, 1)):
+        ...             outputs.append(z @ weight.mT)
+        ...             weight = weight + v.mT @ z
+        ...         return torch.cat(outputs, 1)
+        >>> audit_module(Sum()).undeclared
+        ['chunk-size', 'conv-size', 'conv-lookahead']
     """
 
     name: str
@@ -77,7 +98,7 @@ class AuditedModule(ABC):
         documents: Sequence[int] | None = None,
         padding: Tensor | None = None,
     ) -> Tensor:
-        """Returns the outputs [B, T, d] of whole sequences.
+        """Computes the outputs of whole sequences.
 
         Args:
             x: inputs [B, T, input].
@@ -85,16 +106,33 @@ class AuditedModule(ABC):
             documents: lengths of the documents packed in each row, or None for one document per row.
             padding: bool [B, T], True where a token is padding, or None for rows without padding.
 
+        Returns:
+            The outputs [B, T, d].
+
         Raises:
             NotChecked: if the module lacks an argument for `documents` or `padding`.
         """
 
     @abstractmethod
     def keys(self, x: Tensor) -> Tensor:
-        """Returns the keys [..., h] of inputs [..., input]: Z, unless the module has other keys."""
+        """Computes the keys, which are Z unless the module has other keys.
+
+        Args:
+            x: inputs [..., input].
+
+        Returns:
+            The keys [..., h].
+        """
 
     def features(self, x: Tensor) -> Tensor:
-        """Returns Z [..., h], the input of the down-projection, of inputs [..., input]."""
+        """Computes Z, the input of the down-projection.
+
+        Args:
+            x: inputs [..., input].
+
+        Returns:
+            Z [..., h].
+        """
         return self.keys(x)
 
     @property
@@ -128,52 +166,128 @@ class AuditedModule(ABC):
         return self.chunk_size
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns every parameter and buffer by name, so that a probe can detect changes by a forward."""
+        """Lists every parameter and buffer, so that a probe can detect changes by a forward.
+
+        Returns:
+            The tensors by name.
+        """
         found = {"fast weight": self.fast_weight, "conv": self.conv, "proj": self.proj}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def is_fast(self, name: str) -> bool:
-        """Returns True if a tensor of `tensors` is the fast weight or holds its state."""
+        """Checks if a tensor is the fast weight or holds its state.
+
+        Args:
+            name: its name in `tensors`.
+
+        Returns:
+            True if it is or does.
+        """
         return name == "fast weight"
 
     def inputs(self, n: int, generator: torch.Generator) -> Tensor:
-        """Returns inputs [n, input] whose keys are linearly independent (n ≤ h)."""
+        """Draws inputs whose keys are linearly independent.
+
+        Args:
+            n: number of tokens, at most h.
+            generator: generator of the random numbers.
+
+        Returns:
+            The inputs [n, input], float64.
+        """
         return torch.randn(n, self.input_size, generator=generator, dtype=torch.float64)
 
     def inputs_of(self, keys: Tensor) -> Tensor:
-        """Returns inputs [n, input] that have these keys [n, h]."""
+        """Finds inputs that have given keys.
+
+        Args:
+            keys: the keys [n, h].
+
+        Returns:
+            The inputs [n, input].
+
+        Raises:
+            NotChecked: if the adapter does not find them.
+        """
         raise NotChecked("the adapter does not find inputs for given keys")
 
     def targets(self, target: Tensor) -> Tensor:
-        """Returns V [T, d] of the target source [T, d] of one document."""
+        """Computes V for one document.
+
+        Args:
+            target: target source [T, d].
+
+        Returns:
+            V [T, d].
+
+        Raises:
+            NotChecked: if the adapter does not show the targets.
+        """
         raise NotChecked("the adapter does not show the targets")
 
     def train(self, mode: bool) -> None:
-        """Sets training or evaluation mode."""
+        """Sets training or evaluation mode.
+
+        Args:
+            mode: True for training.
+
+        Raises:
+            NotChecked: if the adapter does not switch between them.
+        """
         raise NotChecked("the adapter does not switch between training and evaluation")
 
     def stream(self) -> Stream:
-        """Returns a new stream, to read a sequence in pieces."""
+        """Begins a stream, to read a sequence in pieces.
+
+        Returns:
+            The stream, before its first token.
+
+        Raises:
+            NotChecked: if the module takes whole sequences only.
+        """
         raise NotChecked("the module takes whole sequences only, so there is no streaming to compare")
 
     @contextmanager
     def resized(self, chunk_size: int) -> Iterator[AuditedModule]:
-        """Yields the same layer with another chunk size."""
+        """Changes the chunk size inside the context.
+
+        Args:
+            chunk_size: tokens per chunk.
+
+        Yields:
+            The same layer with that chunk size.
+
+        Raises:
+            NotChecked: if the adapter does not change it.
+        """
         raise NotChecked("the adapter does not change the chunk size")
         yield self
 
     @contextmanager
     def single_precision(self) -> Iterator[AuditedModule]:
-        """Yields the same layer in float32, to measure the effect of rounding.
+        """Computes in float32 inside the context, to measure the effect of rounding.
 
         The other probes run in the widest dtype that the layer has.
+
+        Yields:
+            The same layer in float32.
+
+        Raises:
+            NotChecked: if the adapter has one precision only.
         """
         raise NotChecked("the adapter has one precision only")
         yield self
 
     @contextmanager
     def deployed(self) -> Iterator[AuditedModule]:
-        """Yields the same layer in the precision of the module that the adapter was given."""
+        """Computes inside the context in the precision of the module that the adapter was given.
+
+        Yields:
+            The same layer in that precision.
+
+        Raises:
+            NotChecked: if the adapter does not report that precision.
+        """
         raise NotChecked("the adapter does not report the precision in which the layer is used")
         yield self
 
@@ -182,16 +296,35 @@ class AuditedModule(ABC):
         """Sets W0 to zero inside the context, if rounding beside W0 would hide the writes.
 
         That is so for a module with one, low precision. The default changes nothing.
+
+        Yields:
+            None.
         """
         yield
 
     def ranks(self, x: Tensor, target: Tensor, parts: int) -> Tensor:
-        """Returns outputs [B, T, d] of `parts` ranks, each with an equal number of complete chunks."""
+        """Computes outputs of ranks that share the rows, each with an equal number of complete chunks.
+
+        Args:
+            x: inputs [B, T, input].
+            target: target source [B, T, d].
+            parts: number of ranks.
+
+        Returns:
+            The outputs [B, T, d].
+
+        Raises:
+            NotChecked: if the module has no way to spread a sequence over ranks.
+        """
         raise NotChecked("the module has no way to spread a sequence over ranks")
 
     @contextmanager
     def unclipped(self) -> Iterator[None]:
-        """Disables the module's own clip of a delta inside the context, if the module can do so."""
+        """Disables the module's own clip of a delta inside the context, if the module can do so.
+
+        Yields:
+            None.
+        """
         yield
 
     @contextmanager
@@ -199,6 +332,9 @@ class AuditedModule(ABC):
         """Restores on exit every tensor that a run inside the context changed.
 
         A module that keeps its state in a parameter makes such changes.
+
+        Yields:
+            None.
         """
         before = {name: tensor.detach().clone() for name, tensor in self.tensors().items()}
         try:
@@ -244,9 +380,9 @@ class CopiedModule(AuditedModule):
 
 
 class ReferenceMLP(CopiedModule):
-    """A module with the signature of the public reference code: `mlp(x, t)` on whole rows.
+    """Adapts a module with the signature of the public reference code: `mlp(x, t)` on whole rows.
 
-    It takes neither documents nor masks.
+    Such a module takes neither documents nor masks.
 
     Args:
         mlp: a module with `gate_proj`, `up_proj`, `down_proj` and `act_fn`. Its target generator is
@@ -258,6 +394,28 @@ class ReferenceMLP(CopiedModule):
         stream: returns a new stream over the copied module that it receives; None if the module cannot read
             in pieces.
         dtype: dtype of the copy.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> from transformers import LlamaConfig
+        >>> from transformers.models.llama.modeling_llama import LlamaMLP
+        >>> from inplace_ttt.audit import ReferenceMLP, audit_module
+        >>> class Mean(LlamaMLP):
+        ...     def __init__(self):
+        ...         super().__init__(LlamaConfig(hidden_size=32, intermediate_size=48))
+        ...         self.ttt_conv = nn.Conv1d(32, 32, 5, padding=2, groups=32, bias=False)
+        ...         self.ttt_proj = nn.Linear(32, 32, bias=False)
+        ...     def forward(self, x, t):
+        ...         z, weight = self.act_fn(self.gate_proj(x)) * self.up_proj(x), self.down_proj.weight
+        ...         outputs = []
+        ...         for keys, source in zip(z.split(12, 1), t.split(12, 1)):
+        ...             outputs.append(keys @ weight.mT)
+        ...             v = self.ttt_conv(source.mT).mT @ self.ttt_proj.weight
+        ...             weight = weight + v.mT @ keys / 12  # the paper adds the sum
+        ...         return torch.cat(outputs, 1)
+        >>> audit_module(ReferenceMLP(Mean(), chunk_size=12, eta=1.0)).undeclared
+        ['loss-sum', 'chunk-size']
     """
 
     def __init__(

@@ -37,20 +37,38 @@ def audit_module(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Report:
-    """Audits one third-party TTT layer through its adapter.
+    """Compares one third-party TTT layer with the paper, by running it through its adapter.
+
+    Each item of the report names its section of the paper (§3.1, §3.2, §3.4, Algorithm 1, appendix C).
 
     Args:
         module: the adapter of the layer.
         profile: "paper", "official" or "ttt_ntp", the reference to compare with.
         declared: known deviations, each with its reason.
         seed: of the probes' inputs.
-        progress: called before each item.
+        progress: called before each item with the items done, all items, and the item's title.
 
     Returns:
         The report, with one result per item of `METHOD`.
 
     Raises:
-        InPlaceTTTError: if the module itself raises; the message names the item.
+        InPlaceTTTError: if the module itself raises; the message names the item. Also if the profile does not
+            exist, or a declaration names an unknown item or lacks its reason.
+
+    Examples:
+        >>> import torch
+        >>> from inplace_ttt.audit import AuditedModule, audit_module
+        >>> class Frozen(AuditedModule):
+        ...     name, input_size, d, h, chunk_size, eta = "a plain linear map", 48, 16, 48, 12, 1.0
+        ...     fast_weight, proj = torch.randn(16, 48).double(), torch.eye(16).double()
+        ...     conv = torch.ones(16, 1, 1).double()
+        ...     def keys(self, x):
+        ...         return x
+        ...     def forward(self, x, target, *, documents=None, padding=None):
+        ...         return x @ self.fast_weight.mT
+        >>> report = audit_module(Frozen())
+        >>> report["writes"].verdict, report["writes"].item.paper_ref
+        ('deviates', '§3.1')
     """
     auditor = _Auditor(module.name, profile, declared, METHOD, progress)
     bench = _bench(module, seed)
@@ -75,8 +93,9 @@ def audit_model(
     progress: Progress | None = None,
     extra: Sequence[tuple[Item, Any]] = (),
 ) -> Report:
-    """Audits a converted model in memory and restores it.
+    """Compares a converted model with the paper, by running it, and restores it.
 
+    Each item of the report names its section of the paper (§3.1, §3.2, §3.4, §4.3, Algorithm 1, appendix C).
     Afterwards the weights, modes, settings and random generators have the same bits as before.
 
     Args:
@@ -85,14 +104,26 @@ def audit_model(
         profile: "paper", "official" or "ttt_ntp", the reference to compare with.
         declared: known deviations, each with its reason.
         seed: of the probes' inputs.
-        progress: called before each item.
+        progress: called before each item with the items done, all items, and the item's title.
         extra: further items, such as those of a recipe, each with the object that its probe measures.
 
     Returns:
         The report, with one result per item of `METHOD` and `extra`.
 
     Raises:
-        InPlaceTTTError: if the model is not converted, or its weights are not in this process.
+        InPlaceTTTError: if the model is not converted or not calibrated, or its weights are not in this
+            process. Also if the profile does not exist, or a declaration names an unknown item or lacks its
+            reason.
+
+    Examples:
+        >>> from transformers import AutoModelForCausalLM, LlamaConfig
+        >>> from inplace_ttt import InPlaceTTTConfig, convert
+        >>> from inplace_ttt.audit import Declaration, audit_model
+        >>> small = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2)
+        >>> model = convert(AutoModelForCausalLM.from_config(small), InPlaceTTTConfig(chunk_size=16))
+        >>> report = audit_model(model, declared=[Declaration("chunk-size", "short texts")])
+        >>> report.undeclared
+        []
     """
     with seeded(model, seed):  # dropout in training mode draws random numbers
         return _audit_model(WholeModel(model, tokenizer, seed), profile, declared, progress, extra)

@@ -20,7 +20,16 @@ _NAMES: dict[Profile, str] = {"paper": "the paper", "official": "the public code
 
 @dataclass(frozen=True)
 class Declaration:
-    """A known deviation that its author accepts: the id of the item, and the reason."""
+    """Names a known deviation that its author accepts.
+
+    Args:
+        id: the id of the item; docs/audit.md lists them.
+        why: the reason.
+
+    Examples:
+        >>> from inplace_ttt.audit import Declaration
+        >>> declared = [Declaration("chunk-size", "our documents have 3k tokens on average")]
+    """
 
     id: str
     why: str
@@ -86,7 +95,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Report:
-    """The results of an audit.
+    """Holds the results of an audit, as data, as Markdown and as an HTML page.
 
     Attributes:
         subject: name of the audited model, module or recipe.
@@ -94,6 +103,21 @@ class Report:
         items: one result per item, in the order of the report.
         declarations: the declared deviations.
         facts: properties of the subject, for the head of the report.
+
+    Examples:
+        >>> import torch
+        >>> from inplace_ttt.audit import AuditedModule, audit_module
+        >>> class Frozen(AuditedModule):
+        ...     name, input_size, d, h, chunk_size, eta = "a plain linear map", 48, 16, 48, 12, 1.0
+        ...     fast_weight, proj = torch.randn(16, 48).double(), torch.eye(16).double()
+        ...     conv = torch.ones(16, 1, 1).double()
+        ...     def keys(self, x):
+        ...         return x
+        ...     def forward(self, x, target, *, documents=None, padding=None):
+        ...         return x @ self.fast_weight.mT
+        >>> report = audit_module(Frozen())
+        >>> report["writes"].outcome.found
+        'nothing that is written is ever read: TTT does nothing'
     """
 
     subject: str
@@ -126,10 +150,30 @@ class Report:
         return [declaration for declaration in self.declarations if declaration.id in fine]
 
     def count(self, verdict: Verdict) -> int:
+        """Counts the items with a verdict.
+
+        Args:
+            verdict: "conforms", "deviates", "extension", "unspecified" or "not checked".
+
+        Returns:
+            The number of items.
+
+        Examples:
+            >>> report.count("deviates") == len(report.undeclared)
+            True
+        """
         return sum(result.verdict == verdict for result in self.items)
 
     def summary(self) -> str:
-        """Returns one sentence with the number of deviations and their ids."""
+        """Sums the audit up in one sentence.
+
+        Returns:
+            The number of deviations and their ids.
+
+        Examples:
+            >>> report.summary()
+            '1 of 62 items deviate from the paper, 1 of them undeclared: writes.'
+        """
         total, profile = len(self.items), _NAMES[self.profile]
         deviations = [r.item.id for r in self.items if r.verdict == "deviates"]
         if not deviations:
@@ -142,13 +186,36 @@ class Report:
         )
 
     def differences(self, other: Report) -> list[tuple[Result, Result]]:
-        """Returns the pairs of results with different verdicts or findings in two reports."""
+        """Compares two reports item by item.
+
+        Args:
+            other: another report.
+
+        Returns:
+            The pairs of results with different verdicts or findings.
+
+        Examples:
+            >>> report.differences(report)
+            []
+        """
         theirs = {result.item.id: result for result in other.items}
         pairs = [(result, theirs[result.item.id]) for result in self.items if result.item.id in theirs]
         return [(x, y) for x, y in pairs if (x.verdict, _said(x)) != (y.verdict, _said(y))]
 
     def compared(self, other: Report) -> dict[str, Any]:
-        """Returns the differences as plain values."""
+        """Converts `differences` to JSON values.
+
+        Args:
+            other: another report.
+
+        Returns:
+            The other report's subject and undeclared deviations, and the verdict and finding of each report
+            per item that differs.
+
+        Examples:
+            >>> report.compared(report)["differences"]
+            []
+        """
         rows = [
             {"id": x.item.id, "title": x.item.title, "a": {"verdict": x.verdict, "found": x.outcome.found},
              "b": {"verdict": y.verdict, "found": y.outcome.found}}
@@ -157,7 +224,15 @@ class Report:
         return {"subject": other.subject, "undeclared": other.undeclared, "differences": rows}
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the report as plain JSON values."""
+        """Converts the report to JSON values.
+
+        Returns:
+            The values that `inplace-ttt audit --format json` prints.
+
+        Examples:
+            >>> sorted(report.to_dict())
+            ['counts', 'facts', 'items', 'profile', 'stale_declarations', 'subject', 'undeclared']
+        """
         return {
             "subject": self.subject,
             "profile": self.profile,
@@ -169,11 +244,33 @@ class Report:
         }
 
     def to_markdown(self, other: Report | None = None) -> str:
-        """Returns a self-contained report in Markdown; `other` adds a comparison."""
+        """Renders the report in Markdown.
+
+        Args:
+            other: another report to compare with, or None.
+
+        Returns:
+            The text.
+
+        Examples:
+            >>> report.to_markdown().splitlines()[0]
+            '# In-Place TTT audit: a plain linear map'
+        """
         return self._render("audit.md.j2", other)
 
     def to_html(self, other: Report | None = None) -> str:
-        """Returns the same as one self-contained page, with charts if matplotlib is installed."""
+        """Renders the report as one self-contained HTML page, with charts if matplotlib is installed.
+
+        Args:
+            other: another report to compare with, or None.
+
+        Returns:
+            The page, which loads nothing.
+
+        Examples:
+            >>> report.to_html().startswith("<!DOCTYPE html>")
+            True
+        """
         return self._render("audit.html.j2", other, draw=charts.svg if charts.available() else None)
 
     def _render(self, template: str, other: Report | None, **values: Any) -> str:

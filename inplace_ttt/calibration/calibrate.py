@@ -89,16 +89,26 @@ class _Seen:
 def calibrate(model: Any, rows: Sequence[Tensor], *, progress: bool = False) -> None:
     """Measures the tensors that a converted model's extensions need, and sets them in place.
 
-    The rows are read with TTT off. For a gradient target or a calibrated P they are read again, with a
-    backward pass.
+    It is for configs with `needs_calibration`, which have such extensions. The rows are read with TTT off.
+    For a gradient target or a calibrated P they are read again, with a backward pass.
 
     Args:
         model: a converted model.
-        rows: token ids [1, T] of a text like those to be read.
+        rows: token ids [1, T], int64, of a text like those to be read; about 32,768 tokens in all.
         progress: show a bar on stderr.
 
     Raises:
-        InPlaceTTTError: if the config needs no calibration, `rows` is empty, or hidden states are not finite.
+        InPlaceTTTError: if the model is not converted, its config needs no calibration, or `rows` is empty.
+            Also if hidden states are not finite, or the target's source is constant over the text.
+
+    Examples:
+        >>> import torch
+        >>> from transformers import AutoModelForCausalLM, LlamaConfig
+        >>> from inplace_ttt import InPlaceTTTConfig, calibrate, convert
+        >>> small = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2)
+        >>> config = InPlaceTTTConfig.preset("ridge", chunk_size=16)
+        >>> model = convert(AutoModelForCausalLM.from_config(small), config)
+        >>> calibrate(model, [torch.randint(32000, (1, 200))])  # random tokens, in place of a text
     """
     config = config_of(model)
     if not config.needs_calibration:

@@ -264,7 +264,20 @@ def load(path: str | os.PathLike[str], *, base: str | None = None, **kwargs: Any
         base: present place of an adapter's base, if it was moved.
         kwargs: arguments for `AutoModelForCausalLM.from_pretrained` (dtype, device_map, …).
 
+    Returns:
+        The converted model.
+
     Raises:
-        InPlaceTTTError: if the folder is not converted or incomplete, or the base has other weights.
+        InPlaceTTTError: if the folder is not converted or incomplete, the base is missing or has other
+            weights than the adapter's, or `base` is given for a full checkpoint.
+
+    Examples:
+        >>> from transformers import AutoModelForCausalLM, LlamaConfig
+        >>> from inplace_ttt import convert, load
+        >>> from inplace_ttt.surgery import config_of
+        >>> small = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2)
+        >>> convert(AutoModelForCausalLM.from_config(small)).save_pretrained("small-ttt")
+        >>> config_of(load("small-ttt")).layers
+        (0,)
     """
     return open_model(path, base).load(**kwargs)

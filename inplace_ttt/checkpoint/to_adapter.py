@@ -45,6 +45,16 @@ def save_adapter(
 
     Raises:
         InPlaceTTTError: if a weight differs from the base's, or the base is quantized, wrapped or unknown.
+            Also if `path` may not be replaced.
+
+    Examples:
+        >>> from transformers import AutoModelForCausalLM, LlamaConfig
+        >>> from inplace_ttt import convert, load, save_adapter
+        >>> small = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2)
+        >>> AutoModelForCausalLM.from_config(small).save_pretrained("small-base")
+        >>> model = convert(AutoModelForCausalLM.from_pretrained("small-base"))
+        >>> save_adapter(model, "small-adapter")
+        >>> adapted = load("small-adapter")  # onto ./small-base
     """
     layers = fast_weights(model)
     if any(module.matrix() is None for module in layers.values()):

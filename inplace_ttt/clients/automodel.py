@@ -17,7 +17,7 @@ from .settings import prepare, settings_of
 def from_pretrained(
     pretrained_model_name_or_path: str, ttt: Mapping[str, Any] | None = None, **options: Any
 ) -> nn.Module:
-    """Returns a converted model for Automodel's recipe, which adds PEFT, sharding and compilation afterwards.
+    """Loads a converted model for Automodel's recipe, which adds PEFT, sharding and compilation afterwards.
 
     Args:
         pretrained_model_name_or_path: model folder or hub id.
@@ -25,8 +25,21 @@ def from_pretrained(
             converted.
         options: arguments for `AutoModelForCausalLM.from_pretrained`.
 
+    Returns:
+        The converted model.
+
     Raises:
-        InPlaceTTTError: if the settings are invalid, or the weights cannot be loaded completely.
+        InPlaceTTTError: if the settings are invalid, missing, without effect on a converted folder, or in
+            need of calibration. Also if the weights cannot be loaded completely.
+
+    Examples:
+        >>> from transformers import AutoModelForCausalLM, LlamaConfig
+        >>> from inplace_ttt.clients.automodel import from_pretrained
+        >>> from inplace_ttt.surgery import config_of
+        >>> small = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2)
+        >>> AutoModelForCausalLM.from_config(small).save_pretrained("small-base")
+        >>> config_of(from_pretrained("small-base", ttt={"layers": [1], "chunk_size": 64})).layers
+        (1,)
     """
     settings = settings_of({} if ttt is None else {"ttt": ttt})
     return prepare(load_base(pretrained_model_name_or_path, **options), settings.ttt)

@@ -29,13 +29,36 @@ class InPlaceTTTArgs(BaseModel):
 class InPlaceTTTPlugin(BasePlugin):
     """Converts the model before any adapter is added, and prepares its training.
 
-    It gives conv and P their learning rates, warms η up, and adds the checks of `InPlaceTTTCallback`.
+    It gives conv and P their learning rates, warms η up, and adds the checks of `InPlaceTTTCallback`. Axolotl
+    makes the plugin and calls its methods; docs/clients.md has a whole configuration.
+
+    Examples:
+        Axolotl's YAML then has these lines:
+
+            plugins: [inplace_ttt.clients.axolotl.InPlaceTTTPlugin]
+            inplace_ttt:
+              ttt: {layers: every:6, chunk_size: 64}
+              training: {conv_learning_rate: 1.0e-3, proj_learning_rate: 1.0e-3, eta_warmup_steps: 2}
     """
 
     def get_input_args(self) -> str:
+        """Names the schema of the section `inplace_ttt`.
+
+        Returns:
+            The path of `InPlaceTTTArgs`.
+        """
         return f"{__name__}.{InPlaceTTTArgs.__name__}"
 
     def post_model_build(self, cfg: Any, model: Any) -> None:
+        """Converts the model, unless it is converted already.
+
+        Args:
+            cfg: Axolotl's configuration.
+            model: the loaded model.
+
+        Raises:
+            InPlaceTTTError: if the settings are missing, do not apply, or need calibration.
+        """
         prepare(model, _settings(cfg).ttt)
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
@@ -43,6 +66,13 @@ class InPlaceTTTPlugin(BasePlugin):
 
         It does so here because Axolotl 0.19 never calls `create_optimizer`. Callbacks that Axolotl adds later
         run after ours.
+
+        Args:
+            cfg: Axolotl's configuration.
+            trainer: the trainer, before it trains.
+
+        Raises:
+            InPlaceTTTError: as `InPlaceTTTCallback.attach`.
         """
         _settings(cfg).training.attach(trainer)
 

@@ -24,13 +24,24 @@ _GROUPS = ("conv", "proj", "weight", "embeddings")
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Measurements and findings of a model.
+    """Holds the measurements and the findings of a model.
 
     Attributes:
         subject: name of the model.
         measured: the measurements.
         findings: the findings, the most severe first.
         rows: number of rows B and of tokens T.
+
+    Examples:
+        >>> import torch
+        >>> from transformers import AutoModelForCausalLM, LlamaConfig
+        >>> from inplace_ttt import InPlaceTTTConfig, convert
+        >>> from inplace_ttt.diagnostics import diagnose
+        >>> small = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2)
+        >>> model = convert(AutoModelForCausalLM.from_config(small), InPlaceTTTConfig(chunk_size=16))
+        >>> diagnosis = diagnose(model, {"input_ids": torch.randint(32000, (2, 50))})
+        >>> diagnosis.rows
+        (2, 50)
     """
 
     subject: str
@@ -39,11 +50,30 @@ class Diagnosis:
     rows: tuple[int, int]
 
     def of(self, severity: str) -> list[Finding]:
-        """Returns the findings of a severity."""
+        """Selects the findings of one severity.
+
+        Args:
+            severity: "severe", "warning" or "info".
+
+        Returns:
+            The findings, in the order of `findings`.
+
+        Examples:
+            >>> "zero-init" in [finding.id for finding in diagnosis.of("info")]
+            True
+        """
         return [finding for finding in self.findings if finding.severity == severity]
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns plain JSON values. Numbers that are not finite become null."""
+        """Converts the diagnosis to JSON values.
+
+        Returns:
+            The values of `diagnose.json`. Numbers that are not finite are None.
+
+        Examples:
+            >>> [layer["layer"] for layer in diagnosis.to_dict()["layers"]]
+            [0]
+        """
         m = self.measured
         return _plain(
             {
@@ -74,12 +104,12 @@ def diagnose(
 ) -> Diagnosis:
     """Diagnoses gradient flow, writes, precision and safe ranges of a converted model on rows of tokens.
 
-    The model is changed for the measurements and restored bit by bit: parameters, `.grad`, modes and random
-    generators. Parameters that require a gradient count as trained.
+    docs/diagnostics.md lists the findings. The model is changed for the measurements and restored bit by bit:
+    parameters, `.grad`, modes and random generators. Parameters that require a gradient count as trained.
 
     Args:
         model: a converted model.
-        batch: input_ids [B, T], and optionally attention_mask, position_ids and labels.
+        batch: input_ids [B, T], int64, and optionally attention_mask, position_ids and labels of that shape.
         learning_rates: rates of Adam's first step. Default: 5e-6, as in the paper's continued training.
         float32_masters: True if the optimizer keeps parameters in float32, as DeepSpeed does, so that no step
             rounds away.
@@ -87,9 +117,23 @@ def diagnose(
         tokenizer: decodes the token that a finding names.
         progress: called with passes done, passes expected and the title of the next pass.
 
+    Returns:
+        The diagnosis.
+
     Raises:
         InPlaceTTTError: if the model is not converted or takes several steps per chunk, its weights are
-            partitioned, or the rows do not fit it.
+            partitioned, the rows do not fit it, or a learning rate is negative or not finite.
+
+    Examples:
+        >>> import torch
+        >>> from transformers import AutoModelForCausalLM, LlamaConfig
+        >>> from inplace_ttt import InPlaceTTTConfig, convert
+        >>> from inplace_ttt.diagnostics import diagnose
+        >>> small = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2)
+        >>> model = convert(AutoModelForCausalLM.from_config(small), InPlaceTTTConfig(chunk_size=16))
+        >>> diagnosis = diagnose(model, {"input_ids": torch.randint(32000, (2, 50))}, learning_rates=1e-3)
+        >>> "zero-init" in [finding.id for finding in diagnosis.findings]  # a fresh conversion
+        True
     """
     if config_of(model).steps_per_chunk > 1:
         raise InPlaceTTTError(

@@ -34,6 +34,17 @@ def write_report(diagnosis: Diagnosis, out: str | os.PathLike[str], *, overwrite
 
     Raises:
         InPlaceTTTError: if `out` may not be replaced, or cannot be written.
+
+    Examples:
+        >>> import torch
+        >>> from transformers import AutoModelForCausalLM, LlamaConfig
+        >>> from inplace_ttt import InPlaceTTTConfig, convert
+        >>> from inplace_ttt.diagnostics import diagnose, write_report
+        >>> small = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2)
+        >>> model = convert(AutoModelForCausalLM.from_config(small), InPlaceTTTConfig(chunk_size=16))
+        >>> diagnosis = diagnose(model, {"input_ids": torch.randint(32000, (2, 50))})
+        >>> (write_report(diagnosis, "diagnosis") / "report.html").is_file()
+        True
     """
     with new_folder(out, DIAGNOSIS, overwrite=overwrite) as folder:
         write_into(folder, diagnosis)

@@ -53,12 +53,28 @@ class DocumentLosses:
 
 @dataclass
 class Comparison:
-    """Losses of all documents.
+    """Holds the losses of all documents.
+
+    A reading is "on" (with writes), "off" (without), "mismatched" (with the state that another document
+    wrote) or "base" (of the model to compare with).
 
     Attributes:
         documents: token losses of each document.
         protocol: settings of the reading; its first `skip` tokens are left out of every mean.
         extra: further entries of the JSON object.
+
+    Examples:
+        >>> import torch
+        >>> from transformers import AutoModelForCausalLM, LlamaConfig
+        >>> from inplace_ttt import InPlaceTTTConfig, convert
+        >>> from inplace_ttt.evaluation.comparison import compare
+        >>> from inplace_ttt.evaluation.protocol import Protocol
+        >>> small = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2)
+        >>> model = convert(AutoModelForCausalLM.from_config(small), InPlaceTTTConfig(chunk_size=16))
+        >>> documents = [torch.randint(32000, (50,)), torch.randint(32000, (60,))]
+        >>> comparison = compare(model, documents, Protocol())
+        >>> comparison.paired("on", "mismatched").n  # the document gain, here of two documents
+        2
     """
 
     documents: list[DocumentLosses]
@@ -66,22 +82,54 @@ class Comparison:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def mean(self, what: str) -> float | None:
-        """Returns the mean over documents of a reading's loss, in nats per token; None if one lacks it."""
+        """Averages a reading's loss over documents.
+
+        Args:
+            what: the reading.
+
+        Returns:
+            The mean of the documents' means, in nats per token; None if a document lacks the reading.
+
+        Examples:
+            >>> comparison.mean("on") == comparison.mean("off")  # a fresh conversion writes zeros
+            True
+        """
         found = [d.mean(what, self.protocol.skip) for d in self.documents]
         known = [x for x in found if x is not None]
         return fmean(known) if len(known) == len(found) else None
 
     def paired(self, one: str, other: str) -> Mean | None:
-        """Returns the mean of one reading minus another, paired by document.
+        """Averages the difference of two readings, paired by document.
 
-        Its standard error is None for a single document. The result is None if a document lacks a reading.
+        Args:
+            one: a reading.
+            other: the reading to subtract.
+
+        Returns:
+            The mean in nats per token, with its standard error, which is None for a single document. None if
+            a document lacks a reading.
+
+        Examples:
+            >>> comparison.paired("on", "off").mean
+            0.0
         """
         pairs = [(d.mean(one, self.protocol.skip), d.mean(other, self.protocol.skip)) for d in self.documents]
         known = [a - b for a, b in pairs if a is not None and b is not None]
         return Mean.of(known) if len(known) == len(pairs) else None
 
     def positions(self, bins: int = 16) -> list[dict[str, Any]]:
-        """Returns losses and gains by position, in bins of equal length over the longest document."""
+        """Averages losses and gains by position.
+
+        Args:
+            bins: number of bins of equal length over the longest document.
+
+        Returns:
+            For each bin its start and stop in tokens, losses and gains in nats per token.
+
+        Examples:
+            >>> [bin["start"] for bin in comparison.positions(bins=3)]
+            [0, 20, 40]
+        """
         longest = max(len(d.on) for d in self.documents)
         width = max(1, -(-longest // bins))
         return [self._bin(start, min(start + width, longest)) for start in range(0, longest, width)]
@@ -108,7 +156,18 @@ class Comparison:
         return row
 
     def per_document(self, names: Sequence[str]) -> list[dict[str, Any]]:
-        """Returns losses and gains of every document."""
+        """Lists losses and gains of every document.
+
+        Args:
+            names: a name per document.
+
+        Returns:
+            For each document its name, tokens, counted tokens, loss and gains in nats per token.
+
+        Examples:
+            >>> comparison.per_document(["first", "second"])[0]["on_minus_off"]
+            0.0
+        """
         skip, rows = self.protocol.skip, []
         for name, d in zip(names, self.documents, strict=True):
             on, off, mismatched = (d.mean(what, skip) for what in ("on", "off", "mismatched"))
@@ -126,7 +185,15 @@ class Comparison:
         return rows
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the JSON object of docs/evaluate.md."""
+        """Converts the comparison to JSON values.
+
+        Returns:
+            The JSON object of docs/evaluate.md.
+
+        Examples:
+            >>> comparison.to_dict()["difference"]["mean"]
+            0.0
+        """
         values: dict[str, Any] = {name: self.mean(name) for name in ("on", "off", "base", "mismatched")}
         for name, pair in {
             "difference": ("on", "off"),
@@ -152,14 +219,30 @@ def compare(
 
     Args:
         model: a converted model.
-        documents: token ids [T] of each document.
+        documents: token ids [T] of each document, int64, longer than a chunk.
         protocol: settings of the reading.
         base: the model to compare with, or None.
         baseline: keeps losses without writes, or None.
         progress: show a bar on stderr.
 
+    Returns:
+        The losses, in nats. They are read with another document's state only if there are several documents.
+
     Raises:
-        InPlaceTTTError: as `require_comparable`, and if a loss is not finite.
+        InPlaceTTTError: if no token of a document can read a write, two documents hold the same text, or a
+            loss is not finite.
+
+    Examples:
+        >>> import torch
+        >>> from transformers import AutoModelForCausalLM, LlamaConfig
+        >>> from inplace_ttt import InPlaceTTTConfig, convert
+        >>> from inplace_ttt.evaluation.comparison import compare
+        >>> from inplace_ttt.evaluation.protocol import Protocol
+        >>> small = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2)
+        >>> model = convert(AutoModelForCausalLM.from_config(small), InPlaceTTTConfig(chunk_size=16))
+        >>> documents = [torch.randint(32000, (50,)), torch.randint(32000, (60,))]
+        >>> compare(model, documents, Protocol()).paired("on", "off").mean  # a fresh conversion writes zeros
+        0.0
     """
     require_comparable(model, documents, protocol)
     chunk = config_of(model).chunk_size

@@ -19,15 +19,20 @@ from .token_losses import Progress, token_losses
 
 @dataclass(frozen=True)
 class Protocol:
-    """Settings of how documents are read.
+    """Sets how `compare` and the other evaluations read documents.
 
-    Attributes:
+    Args:
         window: attention window in tokens; None for full attention.
         sinks: first tokens that stay visible beside the window.
         skip: first tokens of a document that do not count.
         batch_size: documents per batch.
         begins: special tokens that begin every text of this model, such as a BOS. A probe puts them first if
             it cuts a text or drops the KV cache.
+
+    Examples:
+        >>> from inplace_ttt.evaluation.protocol import Protocol
+        >>> Protocol(window=256, skip=64).attention
+        {'window': 256, 'sinks': 4}
     """
 
     window: int | None = None

@@ -69,7 +69,23 @@ def refuse_beyond(ids: list[int], tokenizer: Any, source: str) -> list[int]:
 
 
 def begins_of(tokenizer: Any) -> list[int]:
-    """Returns the ids of the special tokens that the tokenizer puts before every text, such as a BOS."""
+    """Finds the special tokens that a tokenizer puts before every text, such as a BOS.
+
+    Args:
+        tokenizer: a tokenizer of transformers.
+
+    Returns:
+        Their ids, to be put before each part of a document that is cut.
+
+    Examples:
+        >>> from tokenizers import Tokenizer, models, processors
+        >>> from transformers import PreTrainedTokenizerFast
+        >>> from inplace_ttt.files.text import begins_of
+        >>> words = Tokenizer(models.WordLevel({"<s>": 0, "a": 1}, unk_token="<s>"))
+        >>> words.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+        >>> begins_of(PreTrainedTokenizerFast(tokenizer_object=words))
+        [0]
+    """
     text = "a"
     ids, within = tokenizer(text, verbose=False).input_ids, ids_within(tokenizer, text)
     return ids[

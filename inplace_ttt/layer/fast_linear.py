@@ -354,7 +354,26 @@ def _empty(plain: type) -> Any:
 
 
 def fast_weights(model: nn.Module) -> dict[int, FastWeight]:
-    """Returns the fast-weight down-projections by layer index, in order; empty without a conversion."""
+    """Finds the fast-weight down-projections of a converted model.
+
+    Args:
+        model: any model.
+
+    Returns:
+        The down-projections by layer index, in order; empty without a conversion. Their submodule `ttt` holds
+        conv [d, 1, k] and proj, P [d, d].
+
+    Examples:
+        >>> from transformers import AutoModelForCausalLM, LlamaConfig
+        >>> from inplace_ttt import convert
+        >>> from inplace_ttt.surgery import fast_weights
+        >>> small = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=8)
+        >>> model = convert(AutoModelForCausalLM.from_config(small)).requires_grad_(False)
+        >>> for layer in fast_weights(model).values():
+        ...     _ = layer.ttt.requires_grad_(True)  # train the target generators alone
+        >>> list(fast_weights(model))
+        [0, 6]
+    """
     return {m.fast.layer: m for m in model.modules() if isinstance(m, FastWeight)}
 
 

@@ -71,7 +71,7 @@ def fast_weight(
     backend: Backend = "auto",
     return_state: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Returns O_i = Z_i (W0 + η S_i)ᵀ for every chunk i (paper Eq. (1)).
+    """Computes O_i = Z_i (W0 + η S_i)ᵀ for every chunk i (paper §3.4, Eq. (1) and Algorithm 1).
 
     S_i = S_init + Σ c_j V_jᵀZ_j over the complete chunks j < i of the same document. The factor c_j is 1
     without `clip` and without the rule's `write_norm`. The result is differentiable once in z, v, weight,
@@ -104,6 +104,18 @@ def fast_weight(
     Raises:
         InPlaceTTTError: If shapes or dtypes disagree, if an option does not belong to the rule, or if the
             requested backend cannot run here.
+
+    Examples:
+        >>> import torch
+        >>> from inplace_ttt.layout import ChunkLayout
+        >>> from inplace_ttt.ops import fast_weight
+        >>> z, v, weight = torch.randn(1, 40, 48), torch.randn(1, 40, 16), torch.randn(16, 48)
+        >>> layout = ChunkLayout.from_lengths([[40]], chunk_size=16)
+        >>> out, state = fast_weight(z, v, weight, eta=0.1, layout=layout, return_state=True)
+        >>> torch.allclose(state[0], v[0, :32].T @ z[0, :32], atol=1e-3)  # two complete chunks
+        True
+        >>> torch.allclose(out[0, :16], z[0, :16] @ weight.T, atol=1e-3)  # the first chunk reads W0
+        True
     """
     _check(z, v, weight, layout, initial_state, rule)
     _check_gate(z, rule, gate)

@@ -40,13 +40,27 @@ _GOES_ON_AS_ONE = {
 
 
 class Session:
-    """A session with one converted model: its fast weights and, unless dropped, its KV cache.
+    """Keeps the fast weights and, unless dropped, the KV cache of B sequences (paper §3.4, Algorithm 1).
+
+    Any split of a text into calls of `read` gives the same state up to rounding.
 
     Args:
         model: a converted model.
         cache: the transformers cache. It may also be passed to the model by hand, as `cache`
             (`past_key_values` before transformers 5.24). Append the tokens that it then reads to `tokens`.
         tokens: the session's token ids [B, n], int64, without padding; `model.generate` needs all of them.
+
+    Examples:
+        >>> import torch
+        >>> from transformers import AutoModelForCausalLM, LlamaConfig
+        >>> from inplace_ttt import InPlaceTTTConfig, Session, convert
+        >>> small = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2)
+        >>> model = convert(AutoModelForCausalLM.from_config(small), InPlaceTTTConfig(chunk_size=16))
+        >>> ids = torch.randint(32000, (1, 40))  # in place of a tokenizer's
+        >>> session = Session(model)
+        >>> session.read(ids)
+        >>> session.chunks_written, session.state_bytes
+        (2, 32768)
     """
 
     def __init__(
@@ -72,7 +86,7 @@ class Session:
     ) -> None:
         """Appends token ids to the session, and reads the tokens that its cache has not read.
 
-        The tokens are read some at a time.
+        The tokens are read 1,024 at a time.
 
         Args:
             ids: token ids [B, n], integers.
@@ -82,11 +96,15 @@ class Session:
             progress: show a bar on stderr.
 
         Raises:
-            InPlaceTTTError: if `ids` are not token ids of this model, or the cache has read tokens that are
-                missing in `tokens`.
+            InPlaceTTTError: if `ids` are not token ids of this model, or of another number of rows than the
+                session. Also if `readings` is below 1, or the cache has read tokens that are missing in
+                `tokens`.
 
-        Example:
-            >>> session.read(tokenizer(notes, return_tensors="pt").input_ids, readings=4)
+        Examples:
+            >>> several = Session(model)
+            >>> several.read(ids, readings=4)
+            >>> several.chunks_written
+            10
         """
         if type(readings) is not int or readings < 1:
             raise InPlaceTTTError(f"readings must be a whole number of at least 1, got {shown(readings)}.")
@@ -169,7 +187,15 @@ class Session:
 
         Raises:
             InPlaceTTTError: if the config lacks `prompt_write`, the prompt has less than three tokens, or the
-                session's prompt is already written.
+                session's prompt is already written. Also as `read`.
+
+        Examples:
+            >>> small = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2)
+            >>> config = InPlaceTTTConfig.preset("ttt_ntp", chunk_size=16)
+            >>> prompted = Session(convert(AutoModelForCausalLM.from_config(small), config))
+            >>> prompted.write_prompt(ids)
+            >>> prompted.generate(ids[:, :0], max_new_tokens=3, do_sample=False).shape
+            torch.Size([1, 3])
         """
         if config_of(self.model).prompt_write is None:
             raise InPlaceTTTError(
@@ -205,11 +231,15 @@ class Session:
             kwargs: arguments for `model.generate`, without padding.
 
         Returns:
-            The new token ids [B, m].
+            The new token ids [B, m], int64.
 
         Raises:
             InPlaceTTTError: if `ids` do not fit the session, a setting of `model.generate` does not work with
                 a session, or no token is left to generate from.
+
+        Examples:
+            >>> session.generate(ids[:, :8], max_new_tokens=3, do_sample=False).shape
+            torch.Size([1, 3])
         """
         settings = kwargs.get("generation_config") or self.model.generation_config
         for name, wanted in _GOES_ON_AS_ONE.items():
@@ -250,7 +280,20 @@ class Session:
         return wanted and ids.shape[1] > 0 and known + ids.shape[1] > 2
 
     def fork(self) -> Session:
-        """Returns an independent copy: tokens that one of the two reads do not reach the other."""
+        """Copies the session: tokens that one of the two reads do not reach the other.
+
+        Returns:
+            The copy, with the same model.
+
+        Raises:
+            InPlaceTTTError: if a forward with gradients filled the cache, which keeps no state.
+
+        Examples:
+            >>> branch = session.fork()
+            >>> branch.read(ids)
+            >>> branch.chunks_written > session.chunks_written
+            True
+        """
         for stream in streams(self.cache).values():
             stream.check_holds_state()
         return Session(
@@ -258,7 +301,16 @@ class Session:
         )
 
     def drop_kv_cache(self) -> Session:
-        """Returns a session without the KV cache; the fast weights and the unfinished chunk stay."""
+        """Keeps the fast weights and the unfinished chunk alone, without the KV cache and the tokens.
+
+        Returns:
+            A new session, whose positions start at 0. Use it in place of this one.
+
+        Examples:
+            >>> fast_weights_only = session.drop_kv_cache()
+            >>> fast_weights_only.cache.get_seq_length(), fast_weights_only.state_bytes
+            (0, 32768)
+        """
         fresh = Session(self.model)
         only_written(self.cache, fresh.cache)
         return fresh
@@ -268,9 +320,15 @@ class Session:
 
         The file holds the model's fingerprint and a checksum.
 
+        Args:
+            path: the file to write.
+
         Raises:
-            InPlaceTTTError: if the cache has read tokens that are missing in `tokens`, or is of a kind that
-                cannot be saved.
+            InPlaceTTTError: if the cache has read tokens that are missing in `tokens`, is of a kind that
+                cannot be saved, or awaits its `prompt_write`.
+
+        Examples:
+            >>> session.save("small.state")
         """
         if self.tokens is not None:  # without tokens, a cache that was used by hand is saved as it is
             self._refuse_unknown()
@@ -314,8 +372,16 @@ class Session:
             path: the session file.
             model: the model that wrote it.
 
+        Returns:
+            The session, on the model's device.
+
         Raises:
             InPlaceTTTError: if the file is damaged, or of another model or another TTT config.
+
+        Examples:
+            >>> session.save("small.state")
+            >>> Session.load("small.state", model).tokens.equal(session.tokens)
+            True
         """
         header, tensors = session_file.read(path)
         config = config_of(model)

@@ -76,7 +76,7 @@ def documents_in(
         InPlaceTTTError: if a name stands for nothing, or its records hold no text; if no source has records
             and `text_field` is given.
 
-    Example:
+    Examples:
         >>> documents_in(["speeches/", "more.jsonl"], "--text")  # doctest: +SKIP
     """
     reading = Reading(text_field=text_field)

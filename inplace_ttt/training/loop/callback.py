@@ -23,7 +23,7 @@ _OF_GROUPS = ("conv_learning_rate", "proj_learning_rate", "conv_weight_decay", "
 
 @dataclass(kw_only=True, eq=False)
 class InPlaceTTTCallback(TrainerCallback):
-    """A callback for a transformers `Trainer`, or one derived from it (TRL's, Axolotl's).
+    """Adds to a transformers `Trainer` the parts that the fast weights need (TRL's and Axolotl's too).
 
     Add it with `InPlaceTTTCallback(…).attach(trainer)`. Passed as one of `callbacks` without `attach`, it
     does everything but set rates and decays.
@@ -44,8 +44,22 @@ class InPlaceTTTCallback(TrainerCallback):
             of its norm.
 
     Raises:
-        InPlaceTTTError: if a setting is invalid or would be ignored.
-        NotSoError: if a guard stops the run.
+        InPlaceTTTError: if a setting is invalid or, when training starts, would be ignored.
+        NotSoError: in training, if a guard stops the run.
+
+    Examples:
+        >>> from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments
+        >>> from inplace_ttt import InPlaceTTTCallback, InPlaceTTTConfig, convert
+        >>> small = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2)
+        >>> model = convert(AutoModelForCausalLM.from_config(small), InPlaceTTTConfig(chunk_size=16))
+        >>> rows = [{"input_ids": list(range(64)), "labels": list(range(64))}] * 8
+        >>> args = TrainingArguments("small-run", max_steps=2, report_to=[], save_strategy="no")
+        >>> trainer = Trainer(model, args, train_dataset=rows)
+        >>> callback = InPlaceTTTCallback(conv_learning_rate=1e-3, eta_warmup_steps=1).attach(trainer)
+        >>> result = trainer.train()  # doctest: +ELLIPSIS
+        {'train_runtime': ...}
+        >>> callback.warnings
+        []
     """
 
     conv_learning_rate: float | None = None
@@ -86,6 +100,10 @@ class InPlaceTTTCallback(TrainerCallback):
         Raises:
             InPlaceTTTError: if the model is not converted, its target generators are frozen, or the trainer's
                 optimizer exists already or chooses its parameters itself.
+
+        Examples:
+            >>> trainer = Trainer(model, args, train_dataset=rows)
+            >>> callback = InPlaceTTTCallback(proj_learning_rate=1e-3).attach(trainer)
         """
         config_of(trainer.model)
         split_off(trainer.model)
@@ -101,17 +119,22 @@ class InPlaceTTTCallback(TrainerCallback):
         return self
 
     def groups(self, model: nn.Module, trainer: Trainer) -> list[dict[str, Any]]:
-        """Returns the optimizer's parameter groups, without empty ones.
-
-        The Trainer's own groups come first, because the first rate is the logged one. Then come `conv` and
-        `proj`.
+        """Makes the optimizer's parameter groups, for a trainer that builds its optimizer itself.
 
         Args:
             model: a converted model.
             trainer: its trainer.
 
+        Returns:
+            The groups that are not empty. The Trainer's own come first, because the first rate is the logged
+            one. Then come `conv` and `proj`.
+
         Raises:
-            InPlaceTTTError: if a setting would be ignored.
+            InPlaceTTTError: if a setting would be ignored, or a layer's target generator is frozen.
+
+        Examples:
+            >>> [group["name"] for group in callback.groups(model, trainer)]
+            ['decaying', 'rest', 'conv', 'proj']
         """
         ttt, rest = split_off(model)
         refuse_without_effect(ttt, **{name: getattr(self, name) for name in _OF_GROUPS})

@@ -31,7 +31,7 @@ _GB = 10**9
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """The figures that `inplace-ttt plan` prints.
+    """Holds the figures that `inplace-ttt plan` prints.
 
     Bytes are per device and optimizer step, unless stated otherwise.
 
@@ -96,6 +96,11 @@ class TrainingPlan:
     warnings: list[str]
 
     def to_dict(self) -> dict[str, Any]:
+        """Converts the plan to JSON values.
+
+        Returns:
+            The figures by name.
+        """
         return dataclasses.asdict(self)
 
 
@@ -105,6 +110,30 @@ def make_plan(recipe: Recipe, device_memory: int | None = None) -> TrainingPlan:
     Args:
         recipe: the run's recipe.
         device_memory: bytes of a device. If they do not suffice, the plan warns.
+
+    Returns:
+        The plan. Its `warnings` name each part of the run that will not fit or not train.
+
+    Raises:
+        InPlaceTTTError: if the model's config cannot be read, or the recipe's `ttt` does not fit the model.
+
+    Examples:
+        >>> import json
+        >>> from pathlib import Path
+        >>> from inplace_ttt.training.plan import make_plan
+        >>> from inplace_ttt.training.recipe import load_recipe
+        >>> small = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128}
+        >>> recipe = {
+        ...     "model": {"config": {**small, "num_hidden_layers": 2}, "tokenizer": "./smollm2-135m"},
+        ...     "ttt": {"chunk_size": 64},
+        ...     "data": {"train": "book.txt", "sequence_length": 512},
+        ...     "training": {"steps": 20, "learning_rate": 1e-3},
+        ...     "output": "runs/small",
+        ... }
+        >>> _ = Path("small.yaml").write_text(json.dumps(recipe))  # JSON is YAML too
+        >>> plan = make_plan(load_recipe("small.yaml"), device_memory=24 * 10**9)
+        >>> plan.chunks_per_row, plan.tokens, plan.warnings
+        (8, 10240, [])
     """
     model = meta_model(recipe)
     ttt, text = config_of(model), model.config.get_text_config()

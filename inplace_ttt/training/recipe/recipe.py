@@ -203,13 +203,31 @@ class Recipe:
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Reads a recipe.
+    """Reads and checks a recipe.
 
     Args:
         path: the YAML file.
         overrides: settings as `a.b=value`, with a YAML value.
 
+    Returns:
+        The recipe, with its defaults.
+
     Raises:
-        InPlaceTTTError: with the line and key of the problem.
+        InPlaceTTTError: if the file cannot be read, or a key or value is invalid; with its line and key.
+
+    Examples:
+        >>> import json
+        >>> from pathlib import Path
+        >>> from inplace_ttt.training.recipe import load_recipe
+        >>> recipe = {
+        ...     "model": {"path": "./smollm2-135m"},
+        ...     "ttt": {"layers": [12, 18, 24], "chunk_size": 64},
+        ...     "data": {"train": "book.txt", "sequence_length": 512},
+        ...     "training": {"steps": 20, "learning_rate": 1e-3},
+        ...     "output": "runs/mine",
+        ... }
+        >>> _ = Path("mine.yaml").write_text(json.dumps(recipe))  # JSON is YAML too
+        >>> load_recipe("mine.yaml", ["ttt.chunk_size=128"]).ttt.chunk_size
+        128
     """
     return read_settings(Recipe, Path(path), overrides, path=Path(path))
