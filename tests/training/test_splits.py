@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer
 
-from inplace_ttt import load
+from inplace_ttt import InPlaceTTTConfig, load
 from inplace_ttt.surgery import disable_ttt
 from inplace_ttt.training.data.data import build_data
 from inplace_ttt.training.data.row_order import rows_to_come
@@ -177,6 +177,22 @@ def test_every_split_is_the_same_run_with_loss_gradients(
 ) -> None:
     setting, plain = gradient
     agree(recipe, plain, tmp_path / "out", (setting, *SPLITS[split]))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "split",
+    [
+        "two processes, ZeRO 2, recomputed",
+        "two processes, ZeRO 3",
+        "two ranks share rows, ZeRO 3, recomputed",
+    ],
+)
+def test_every_split_is_the_same_run_by_the_next_token(split: str, recipe: Path, tmp_path: Path) -> None:
+    preset = InPlaceTTTConfig.preset("ttt_ntp").to_dict()
+    ttt = {name: value for name, value in preset.items() if name not in ("layers", "chunk_size")}
+    setting = f"model.path={checkpoint(tmp_path / 'model', ttt)}"
+    agree(recipe, plain_run(load_recipe(recipe, [setting])), tmp_path / "out", (setting, *SPLITS[split]))
 
 
 def test_a_stream_is_the_same_run(recipe: Path, tmp_path: Path) -> None:
