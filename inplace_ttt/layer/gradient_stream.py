@@ -80,6 +80,7 @@ class GradientStream(FastWeightStream):
         self.check_holds_state()
         self._thaw()  # autograd saves no tensor of inference mode
         if self.tape is not None:
+            out = out.clone()  # some quantized layers return a view, which autograd does not let change
             self._read(out, z, layer, whole=z.shape[1] == self.chunk_size)
             return self.tape.record(index, z, out)
         if len(spans) != self.batch:
