@@ -37,6 +37,7 @@ from .layer.fast_linear import FastWeight
 from .layer.forward_context import document_spans
 from .layer.overrides import overriding
 from .layer.per_thread import this_thread
+from .layer.quantised import packs_for_inference
 from .layer.sequence_parallel import ulysses_group
 from .layer.stream import FastWeightStream
 from .layer.zero3 import is_partitioned
@@ -95,7 +96,7 @@ class GradientReading:
     """
 
     def __init__(self, lm: nn.Module, base: Any) -> None:
-        self.lm, self.base = lm, base
+        self.lm, self.base, self._has_gradients = lm, base, False
         self.names = [name for name in inspect.signature(base.forward).parameters if name != "self"]
 
     @torch.compiler.disable(reason="a chunk is written between two forwards")
@@ -140,7 +141,16 @@ class GradientReading:
         return _is_packed(given) or observed or (learns and steps.count == 1)
 
     def _refuse_parts(self, steps: GradientSteps) -> None:
-        """Refuses ranks that share rows or parameters, since each document's gradient needs all of both."""
+        """Refuses ranks that share rows or parameters, since each document's gradient needs all of both.
+
+        Refuses weights through which no gradient passes, too.
+        """
+        if not self._has_gradients and packs_for_inference(self.lm):
+            raise InPlaceTTTError(
+                "target='gradient' takes gradients through the weights, and bitsandbytes packs 4-bit weights "
+                "for inference on this CPU; load the base in 8 bits or unquantized, or use a GPU."
+            )
+        self._has_gradients = True
         if steps.first.hooks.model.group is not None or (self.base.training and ulysses_group() is not None):
             raise InPlaceTTTError(
                 "target='gradient' reads whole rows, and here ranks share them; give each rank rows of its "

@@ -67,7 +67,7 @@ class DeclaredRule:
             tau = config.clip.max_norm * (
                 float(torch.linalg.vector_norm(tensors["w0"])) if config.clip.relative else 1.0
             )
-        return cls(config, eta, tau, (w0 if target.proj is None else target.proj).dtype, tensors)
+        return cls(config, eta, tau, (target.gain if target.proj is None else target.proj).dtype, tensors)
 
     def targets(self, x: Tensor) -> Tensor:
         """Returns V [n, d] of one chunk of target source [n, d]."""

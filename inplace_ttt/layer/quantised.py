@@ -36,3 +36,14 @@ def readable_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     Quantized ones are left out, since their packing may change while the model runs.
     """
     return ((name, p) for name, p in module.named_parameters() if p.is_floating_point() and not is_encoded(p))
+
+
+def packs_for_inference(model: nn.Module) -> bool:
+    """Returns True if bitsandbytes packs 4-bit weights of the model anew for this CPU.
+
+    It does so at the first forward without gradients. No gradient passes through a packed weight.
+    """
+    return any(
+        getattr(module, "support_avx512bf16_for_cpu", False) and module.weight.device.type == "cpu"
+        for module in model.modules()
+    )
