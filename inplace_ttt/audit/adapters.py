@@ -154,7 +154,7 @@ class AuditedModule(ABC):
 
     def stream(self) -> Stream:
         """Returns a new stream, to read a sequence in pieces."""
-        raise NotChecked("the module takes whole sequences only, so there is no streaming to compare")
+        raise NotChecked("the module takes whole sequences only, so streaming cannot be compared")
 
     @contextmanager
     def resized(self, chunk_size: int) -> Iterator[AuditedModule]:
@@ -187,7 +187,7 @@ class AuditedModule(ABC):
 
     def ranks(self, x: Tensor, target: Tensor, parts: int) -> Tensor:
         """Returns outputs [B, T, d] of `parts` ranks, each with an equal number of complete chunks."""
-        raise NotChecked("the module has no way to spread a sequence over ranks")
+        raise NotChecked("the module cannot spread a sequence over ranks")
 
     @contextmanager
     def unclipped(self) -> Iterator[None]:
