@@ -156,9 +156,9 @@ class WindowLayer(DynamicSlidingWindowLayer):
         left, back = max(self.cumulative_length + tokens_to_remove, 0), -tokens_to_remove
         if self.keys.shape[-2] - back < min(left, self._room):
             raise InPlaceTTTError(
-                f"the last {back} tokens cannot be taken back: the tokens of the attention window before "
-                "them are no longer kept; call cache.activate_past_recording() before reading tokens that "
-                "you may take back."
+                f"the last {back} tokens cannot be taken back: the cache has dropped the tokens of the "
+                "attention window before them; call cache.activate_past_recording() before reading "
+                "tokens that you may take back."
             )
         DynamicLayer.crop(self, tokens_to_remove)
         self.keys, self.values, self.cumulative_length = self._kept(self.keys), self._kept(self.values), left

@@ -177,11 +177,11 @@ class InPlaceTTTConfig:
         )
         require(
             self.target == "gradient" or self.steps_per_chunk == 1,
-            "steps_per_chunk has no effect without target='gradient'; leave it out.",
+            "steps_per_chunk does nothing without target='gradient'; leave it out.",
         )
         require(
             self.target != "gradient" or self.chunk_size > 1,
-            "a chunk of one token has no loss of its own; use a chunk_size above 1.",
+            "a chunk of one token lacks a loss of its own; use a chunk_size above 1.",
         )
         for name in (
             "conv",
@@ -194,7 +194,7 @@ class InPlaceTTTConfig:
         ):
             require(
                 self.target != "gradient" or getattr(self, name) == getattr(InPlaceTTTConfig, name),
-                f"{name} has no effect on target='gradient', which uses neither a convolution nor P, and "
+                f"{name} does nothing with target='gradient', which uses neither a convolution nor P, and "
                 "writes every token; leave it out.",
             )
         usual = InPlaceTTTConfig.kernel_size

@@ -190,7 +190,7 @@ def from_mapping(cls: type, values: Mapping[str, Any], where: str) -> Any:
     unknown = sorted(set(values) - set(known))
     require(
         not unknown,
-        f"{where} has no setting {', '.join(map(repr, unknown))}; known settings: {', '.join(known)}.",
+        f"{where} takes no setting {', '.join(map(repr, unknown))}; known settings: {', '.join(known)}.",
     )
     try:
         return cls(**values)

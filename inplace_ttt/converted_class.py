@@ -38,8 +38,8 @@ def _converted_class(base: Any, config_class: Any) -> type:
         refuse_lack(model, [name for name in info["missing_keys"] if ".ttt." in name or model.can_generate()])
         if dropped := sorted(name for name in info["unexpected_keys"] if ".ttt." in name):
             raise InPlaceTTTError(
-                f"{_source(model)} has {len(dropped)} tensors of fast weights that its config names no "
-                f"layer for ({dropped[0]}, …); use config and weights of one checkpoint."
+                f"{_source(model)} has {len(dropped)} tensors of fast weights in layers that its config "
+                f"does not name ({dropped[0]}, …); use config and weights of one checkpoint."
             )
         _check_split(model)
         return (model, info) if output_loading_info else model

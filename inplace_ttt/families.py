@@ -124,8 +124,8 @@ class Decoder:
             others = ", ".join(map(str, self.layers))
             raise InPlaceTTTError(
                 f"layers {refused} of {type(self.base).__name__} have routed experts alone, whose "
-                "down-projections see only some of the tokens; with a dense MLP or a shared expert there "
-                f"{f'are layers {others}' if others else 'is no layer'}."
+                "down-projections see only some of the tokens; layers with a dense MLP or a shared expert: "
+                f"{others or 'none'}."
             )
 
 
@@ -217,13 +217,13 @@ def _detect(base: PreTrainedModel) -> tuple[str, str]:
     layers, blocks = next(_layer_lists(base), (None, None))
     if layers is None or blocks is None:
         raise InPlaceTTTError(
-            f"{name} has no list of {text.num_hidden_layers} decoder layers; is it a decoder-only LM?"
+            f"{name} lacks a list of {text.num_hidden_layers} decoder layers; is it a decoder-only LM?"
         )
     children = [child for child, _ in blocks[0].named_children()]
     attentions = [child for child in children if _is_attention(child)]
     if not attentions:
         raise InPlaceTTTError(
-            f"{layers}.0 of {name} has no attention module; children: {', '.join(children)}."
+            f"{layers}.0 of {name} lacks an attention module; children: {', '.join(children)}."
         )
     return layers, attentions[0]
 
@@ -261,7 +261,7 @@ def _detect_mlp(base: PreTrainedModel, block: nn.Module, where: str, family: Fam
         return None
     if len(down) != 1:
         raise InPlaceTTTError(
-            f"{where} of {name} has no single map to the hidden size outside attention; linear maps: "
+            f"{where} of {name} lacks a single map to the hidden size outside attention; linear maps: "
             f"{', '.join(linears) or 'none'}."
         )
     width = linears[down[0]][0]
@@ -270,7 +270,7 @@ def _detect_mlp(base: PreTrainedModel, block: nn.Module, where: str, family: Fam
     ]
     if not up:
         raise InPlaceTTTError(
-            f"{where} of {name} has no map from the hidden size to the {width} that {down[0]} takes; is "
+            f"{where} of {name} lacks a map from the hidden size to the {width} that {down[0]} takes; is "
             "its MLP dense?"
         )
     parent = down[0].rpartition(".")[0]

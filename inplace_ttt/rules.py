@@ -189,7 +189,7 @@ class RidgeRule(Rule):
         return ["ridge"]
 
     def beyond_reference_format(self) -> list[str]:
-        return ["it has no least squares"]
+        return ["it lacks least squares"]
 
     def multiply_adds(self, d: int, r: int, chunk: int, forwards: int, *, in_one_product: bool) -> float:
         # The forward sums, factors, solves and reads. The backward repeats this, and computes the gradients.

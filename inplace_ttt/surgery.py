@@ -302,8 +302,8 @@ def _warn_if_nothing_reads(config: InPlaceTTTConfig, text: Any) -> None:
     context = getattr(text, "max_position_embeddings", None)
     if context is not None and config.chunk_size >= context:
         _warn_once(
-            f"a chunk of {config.chunk_size} tokens is no shorter than the model's context of {context}: "
-            "nothing would ever read a write; lower the chunk size"
+            f"a chunk of {config.chunk_size} tokens is at least as long as the model's context of "
+            f"{context}: no write would ever be read; lower the chunk size"
         )
 
 

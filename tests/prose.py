@@ -1,4 +1,4 @@
-"""Counts the patterns that make a sentence need a second reading, in Markdown, docstrings and comments."""
+"""Counts the patterns that make a sentence need a second reading: Markdown, docstrings, comments, messages."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ PATTERNS = {
 OPENINGS = ("Of", "What", "By", "How", "Where", "Whether", "Which", "For who")
 """First words that a docstring must not have: no subject follows them."""
 
+_LEAST_WORDS = 3
 _SENTENCE = re.compile(r"(?<=[.!?])\s+")
 
 
@@ -64,11 +65,34 @@ def comments(path: Path) -> Iterator[str]:
 
 def python(path: Path) -> list[str]:
     """Sentences of a module's docstrings and comments."""
-    return [
-        sentence
-        for text in (*docstrings(path), *comments(path))
-        for sentence in _sentences(re.sub(r"`[^`]*`", "X", text))
-    ]
+    return _plain(*docstrings(path), *comments(path))
+
+
+def messages(path: Path) -> list[str]:
+    """Sentences of a module's strings of three words and more: errors, warnings, findings, help of options.
+
+    Placeholders of an f-string are X. Strings of an AttributeError are left out, since they copy Python's.
+    """
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    found = (" ".join(text.split()) for text in _strings(tree))
+    return _plain(*(text for text in found if text.count(" ") >= _LEAST_WORDS - 1))
+
+
+def _strings(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.JoinedStr):
+        yield "".join(str(part.value) if isinstance(part, ast.Constant) else "X" for part in node.values)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node.value
+    is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    is_pythons = isinstance(node, ast.Raise) and ast.unparse(node).startswith("raise AttributeError")
+    if not is_docstring and not is_pythons:
+        for child in ast.iter_child_nodes(node):
+            if not (isinstance(node, ast.JoinedStr) and isinstance(child, ast.Constant)):
+                yield from _strings(child)
+
+
+def _plain(*texts: str) -> list[str]:
+    return [sentence for text in texts for sentence in _sentences(re.sub(r"`[^`]*`", "X", text))]
 
 
 def _sentences(text: str) -> list[str]:

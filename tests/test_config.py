@@ -107,7 +107,7 @@ REFUSED: list[tuple[str, list[dict[str, Any]]]] = [
     ("clip.max_norm must be a number above 0", [{"clip": {"max_norm": x}} for x in (0, -1, NAN, INF, "1", None, True)]),
     ("clip.relative must be true or false", [{"clip": {"max_norm": 1, "relative": x}} for x in (1, None, "yes")]),
     ("clip.mode must be one of ('inference', 'always')", [{"clip": {"max_norm": 1, "mode": x}} for x in ("never", "", None)]),
-    ("clip has no setting 'taus'; known settings: max_norm, relative, mode", [{"clip": {"taus": 1}}]),
+    ("clip takes no setting 'taus'; known settings: max_norm, relative, mode", [{"clip": {"taus": 1}}]),
     ("clip is incomplete", [{"clip": {}}]),
     ("detach_target must be true or false", [{"detach_target": x} for x in (1, None, "true")]),
     ("eta must be from 1e-30 to 1e+30", [{"eta": x} for x in (1e308, 1e-320, (1.0, 1e31))]),
@@ -128,9 +128,9 @@ REFUSED: list[tuple[str, list[dict[str, Any]]]] = [
     ("preserve_row_norms must be true or false", [{"preserve_row_norms": x} for x in (1, None, "yes")]),
     ("write_norm belongs to update_rule='sum', and", [{"write_norm": "spectral", "update_rule": "ridge", "ridge": 0.5}]),
     ("preserve_row_norms belongs to update_rule='sum', and", [{"preserve_row_norms": True, "update_rule": "ridge", "ridge": 0.5}]),
-    ("conv has no effect on target='gradient'", [{"target": "gradient", "conv": "next"}, {"target": "gradient", "conv": "causal"}]),
-    ("update_on_decode has no effect on target='gradient'", [{"target": "gradient", "update_on_decode": False}]),
-    ("a chunk of one token has no loss of its own", [{"target": "gradient", "chunk_size": 1}]),
+    ("conv does nothing with target='gradient'", [{"target": "gradient", "conv": "next"}, {"target": "gradient", "conv": "causal"}]),
+    ("update_on_decode does nothing with target='gradient'", [{"target": "gradient", "update_on_decode": False}]),
+    ("a chunk of one token lacks a loss of its own", [{"target": "gradient", "chunk_size": 1}]),
     ("write_gate belongs to update_rule='ridge', and the rule is 'sum'", [{"write_gate": True}, {"write_gate": True, "whitening": {}}]),
     ("prompt_write belongs to update_rule='sum', and", [{"conv": "next", "prompt_write": {}, "update_rule": "ridge", "ridge": 1}]),
     ("write_gate weighs tokens by their whitened keys", [{"write_gate": True, "update_rule": "ridge", "ridge": 0.5}]),
@@ -164,7 +164,7 @@ def test_refusals_name_the_setting_and_the_value(message: str, cases: list[dict[
 def test_unknown_settings_and_presets_are_refused_with_the_known_ones() -> None:
     with pytest.raises(
         InPlaceTTTError,
-        match=r"the TTT config has no setting 'chunk', 'lr'; known settings: layers, chunk_size, eta",
+        match=r"the TTT config takes no setting 'chunk', 'lr'; known settings: layers, chunk_size, eta",
     ):
         InPlaceTTTConfig.from_dict({"lr": 1, "chunk": 2, "eta": 1})
     with pytest.raises(

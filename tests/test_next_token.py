@@ -63,7 +63,7 @@ def test_the_optimiser_and_the_first_step_know_p_alone() -> None:
     model, ids = converted("llama", **NORMS).train(), random_ids(2, 30)
     names = [group["name"] for group in parameter_groups(model, Training(steps=1))]
     assert "proj" in names and "conv" not in names
-    with pytest.raises(InPlaceTTTError, match="conv_learning_rate has no effect"):
+    with pytest.raises(InPlaceTTTError, match="conv_learning_rate does nothing"):
         parameter_groups(model, Training(steps=1, conv_learning_rate=1e-3))
     tap, warnings = GradientTap(model), []
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()

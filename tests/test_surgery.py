@@ -54,10 +54,10 @@ def test_listed_families_are_not_guessed(caplog: pytest.LogCaptureFixture) -> No
 
 
 ROUTED = {
-    "mixtral": r"layers \[0, 2\] of MixtralModel have routed experts alone.*; with a dense MLP or a shared "
-    r"expert there is no layer",
-    "qwen3_moe": r"layers \[2\] of Qwen3MoeModel have routed experts alone.*; with a dense MLP or a shared "
-    r"expert there are layers 0\.",
+    "mixtral": r"layers \[0, 2\] of MixtralModel have routed experts alone.*; layers with a dense MLP or a shared "
+    r"expert: none\.",
+    "qwen3_moe": r"layers \[2\] of Qwen3MoeModel have routed experts alone.*; layers with a dense MLP or a shared "
+    r"expert: 0\.",
 }
 
 

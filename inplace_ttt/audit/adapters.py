@@ -245,7 +245,7 @@ class AuditedModule(ABC):
         Raises:
             NotChecked: if the module takes whole sequences only.
         """
-        raise NotChecked("the module takes whole sequences only, so there is no streaming to compare")
+        raise NotChecked("the module takes whole sequences only, so streaming cannot be compared")
 
     @contextmanager
     def resized(self, chunk_size: int) -> Iterator[AuditedModule]:
@@ -314,9 +314,9 @@ class AuditedModule(ABC):
             The outputs [B, T, d].
 
         Raises:
-            NotChecked: if the module has no way to spread a sequence over ranks.
+            NotChecked: if the module cannot spread a sequence over ranks.
         """
-        raise NotChecked("the module has no way to spread a sequence over ranks")
+        raise NotChecked("the module cannot spread a sequence over ranks")
 
     @contextmanager
     def unclipped(self) -> Iterator[None]:

@@ -237,7 +237,7 @@ class _Auditor:
                 raise InPlaceTTTError(
                     f"{self.name} raises {type(error).__name__} while the audit measures {item.id!r}: "
                     f"{one_line(error, kind=False)}; "
-                    "see to it that it runs on short random sequences."
+                    "make it run on short random sequences."
                 ) from error
         if outcome.verdict == "deviates" and (
             names := [id for id in item.named_by if id in self.results and self._deviates(id)]
@@ -335,7 +335,7 @@ def _on_layer(item: Item) -> Probe:
 
     def probe(bench: Bench, expected: Any) -> Outcome:
         if item.probe is None:
-            raise NotChecked("it takes a whole converted model to see")
+            raise NotChecked("only a whole converted model can show it")
         with nullcontext() if item.own_clip else bench.module.unclipped():
             if not (item.own_clip or item.silent):
                 bench.unit  # noqa: B018 - raises NotChecked if nothing is written

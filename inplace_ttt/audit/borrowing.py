@@ -118,6 +118,6 @@ def refuse_unreachable(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.device.type == "meta" or parameter.numel() == 0:
             raise InPlaceTTTError(
-                f"{name} has no weights here (offloaded or partitioned); audit the model before it is "
+                f"the weights of {name} are elsewhere (offloaded or partitioned); audit it before it is "
                 "spread out."
             )

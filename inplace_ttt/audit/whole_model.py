@@ -81,7 +81,7 @@ class WholeModel:
         if not names:
             return ""
         return (
-            f"with {' and '.join(names)} a layer has no convolution to set, or reads no sum; "
+            f"with {' and '.join(names)} a layer lacks a convolution to set, or reads no sum; "
             "`declared-rule` covers all of it"
         )
 

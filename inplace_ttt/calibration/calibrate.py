@@ -113,7 +113,7 @@ def calibrate(model: Any, rows: Sequence[Tensor], *, progress: bool = False) -> 
     config = config_of(model)
     if not config.needs_calibration:
         raise InPlaceTTTError(
-            "this config has no extension that is measured on a text, so that calibration has no effect; "
+            "this config lacks extensions that are measured on a text, so that calibration does nothing; "
             "leave it out."
         )
     if not rows:

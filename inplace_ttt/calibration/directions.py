@@ -124,7 +124,7 @@ class LeadingDirections:
         """
         if self.tokens < self.rank:
             raise InPlaceTTTError(
-                f"{self.tokens} tokens cannot tell the {self.rank} largest directions of a "
+                f"{self.tokens} tokens cannot determine the {self.rank} largest directions of a "
                 "down-projection's input; calibrate on more, or lower the rank."
             )
         square = self.trace / self.tokens

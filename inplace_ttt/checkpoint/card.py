@@ -28,7 +28,7 @@ _FACTS = ("calibration", "training", "evaluation", "audit")
 _NUMBERS = {
     "on": "writes on",
     "off": "writes off",
-    "base": "the base, or what was trained alike without writes",
+    "base": "the base, or the same training without writes",
     "mismatched": "with the state that another document wrote",
     "difference": "on - off",
     "document_gain": "document gain: on - with another document's state",
@@ -105,7 +105,7 @@ def require_card(folder: str | os.PathLike[str]) -> Path:
     file = Path(folder) / CARD
     if not is_card(file):
         raise InPlaceTTTError(
-            f"{folder} has no model card of inplace-ttt; convert, train and export write one."
+            f"{folder} lacks a model card of inplace-ttt; convert, train and export write one."
         )
     return file
 

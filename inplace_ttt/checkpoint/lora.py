@@ -112,7 +112,7 @@ def merged(model: PreTrainedModel, path: str | os.PathLike[str]) -> PreTrainedMo
         wanted = get_peft_model_state_dict(adapted, save_embedding_layers=False).keys()
     for names, problem in (
         (wanted - held, "lacks {} tensors of the modules it adapts"),
-        (held - wanted - adapted.state_dict().keys(), "has {} tensors that its base has no place for"),
+        (held - wanted - adapted.state_dict().keys(), "has {} tensors without a place in its base"),
     ):
         if names:  # PEFT only warns of the first and ignores the second
             raise InPlaceTTTError(

@@ -32,7 +32,8 @@ class TensorNames(dict[str, str]):
 
     def __missing__(self, parameter: str) -> str:
         raise InPlaceTTTError(
-            f"{self._checkpoint} has no tensor for {parameter}; its weights are not those of its config.json."
+            f"{self._checkpoint} lacks a tensor for {parameter}; its weights are not those of its "
+            "config.json."
         )
 
 

@@ -118,7 +118,7 @@ def read_official(checkpoint: Checkpoint) -> Imported:
     values = checkpoint.config
     if not any(is_official_tensor(name) for name in checkpoint.weight_map):
         raise InPlaceTTTError(
-            f"{checkpoint.name} has no ttt_conv or ttt_proj tensors; it is not a checkpoint of the "
+            f"{checkpoint.name} lacks tensors of ttt_conv and ttt_proj; it is not a checkpoint of the "
             "reference code."
         )
     layers, ignored = layers_named(checkpoint)
@@ -193,8 +193,7 @@ def _tensors_of(checkpoint: Checkpoint, layer: int, has_proj: bool) -> dict[str,
     wanted = [f"{_prefix(layer)}conv.weight"] + [f"{_prefix(layer)}proj.weight"] * has_proj
     if missing := [name for name in wanted if name not in checkpoint.weight_map]:
         raise InPlaceTTTError(
-            f"{checkpoint.name} lists TTT layer {layer} but has no {missing[0]}; the checkpoint "
-            "is incomplete."
+            f"{checkpoint.name} lists TTT layer {layer} but lacks {missing[0]}; the checkpoint is incomplete."
         )
     conv = checkpoint.tensor(wanted[0])
     if conv.ndim != 3:

@@ -248,7 +248,7 @@ def open_model(path: str | os.PathLike[str], base: str | None = None) -> Full | 
         return Adapter(str(path), base)
     if base is not None:
         raise InPlaceTTTError(
-            f"{path} is not an adapter folder, so that a base has no effect beside it; leave it out."
+            f"{path} is not an adapter folder, so that a base does nothing beside it; leave it out."
         )
     return Full(str(path))
 

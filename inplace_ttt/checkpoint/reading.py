@@ -123,7 +123,7 @@ class Checkpoint:
             weight_map = _proved_index(folder)
         else:
             raise InPlaceTTTError(
-                f"{source} has no {_SINGLE} and no {INDEX}; save the model with save_pretrained() first."
+                f"{source} lacks {_SINGLE} and {INDEX}; save the model with save_pretrained() first."
             )
         _refuse_more_layers_than_tensors(folder, config, len(weight_map))
         return cls(folder, source, revision, config, weight_map)

@@ -48,7 +48,7 @@ def read_ttt_ntp(checkpoint: Checkpoint) -> Imported:
         )
     if missing := [key for key in _NEEDED if key not in values]:
         raise InPlaceTTTError(
-            f"{name} has no {' and no '.join(missing)} in its config.json, for which TTT-NTP's two "
+            f"{name} lacks {' and '.join(missing)} in its config.json, for which TTT-NTP's two "
             "packages assume different values; "
             "use the training run's config.json."
         )
@@ -94,6 +94,6 @@ def _proj(checkpoint: Checkpoint, layer: int) -> Tensor:
     wanted = f"model.layers.{layer}.mlp.ttt_proj.weight"
     if wanted not in checkpoint.weight_map:
         raise InPlaceTTTError(
-            f"{checkpoint.name} lists TTT layer {layer} but has no {wanted}; the checkpoint is incomplete."
+            f"{checkpoint.name} lists TTT layer {layer} but lacks {wanted}; the checkpoint is incomplete."
         )
     return checkpoint.tensor(wanted)

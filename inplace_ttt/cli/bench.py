@@ -126,7 +126,7 @@ def _render_op(result: dict[str, Any]) -> str:
     last = f"limit {result['limit']:.2f} times the linear"
     if result["speedup_over_materialising"] is not None:
         last += (
-            f"; {result['speedup_over_materialising']:.2f} times faster than materialising, "
+            f"; {result['speedup_over_materialising']:.2f} times faster than materializing, "
             f"with {result['memory_share_of_materialising']:.2f} of its extra memory"
         )
     lines.append(last)

@@ -123,7 +123,7 @@ def _rows_to_calibrate_on(
     if not plan.config.needs_calibration:
         if args.calibrate:
             raise InPlaceTTTError(
-                "--calibrate has no effect, because these settings need no calibration; leave it out."
+                "--calibrate does nothing, because these settings need no calibration; leave it out."
             )
         return None
     if not args.calibrate:

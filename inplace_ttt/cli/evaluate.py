@@ -144,8 +144,7 @@ def render(result: dict[str, Any]) -> str:
     ]
     if result["mismatched"] is None:
         lines.append(
-            "  only one document: there is no other document's state to read, so that `document_gain` "
-            "cannot be measured; give two or more"
+            "  only one document: `document_gain` needs the state of another document; give two or more"
         )
     if "repeated_passage" in result:
         probe = result["repeated_passage"]
@@ -327,8 +326,8 @@ def _long_enough(
     if args.documents is not None and len(documents) < args.documents:
         length = args.tokens or least
         raise InPlaceTTTError(
-            f"only {len(documents)} of the texts have {length} tokens, --documents asks for "
-            f"{args.documents}; ask for less."
+            f"only {len(documents)} of the texts have {length} tokens, --documents is "
+            f"{args.documents}; lower it."
         )
     if note := note_on_positions(model, max(map(len, documents)), "lower --tokens"):
         warn(note)

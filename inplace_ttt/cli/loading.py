@@ -117,7 +117,7 @@ def tokenizer_of(
         InPlaceTTTError: if a usable tokenizer is missing, or it belongs to another model.
     """
     source = open_model(path, base).tokenizer_source
-    with reported(f"{source} has no usable tokenizer", "save the base's tokenizer into it"):
+    with reported(f"{source} lacks a usable tokenizer", "save the base's tokenizer into it"):
         tokenizer = AutoTokenizer.from_pretrained(source)
         # a tokenizer checks its settings only when it is used
         tokenizer.decode(tokenizer("a text", return_tensors="pt").input_ids[0])

@@ -56,7 +56,7 @@ def chosen(given: str | None, possible: Iterable[str], known: Mapping[str, _Name
     """
     names = possible if given is None else dict.fromkeys(given.split(","))
     if unknown := [name for name in names if name not in known]:
-        raise InPlaceTTTError(f"there is no task {unknown[0]!r}; --tasks takes {', '.join(known)}.")
+        raise InPlaceTTTError(f"task {unknown[0]!r} does not exist; --tasks takes {', '.join(known)}.")
     return tuple(known[name] for name in names)
 
 
@@ -80,7 +80,7 @@ def compare(args: argparse.Namespace, settings: Settings, material: Any, table: 
         refuse_to_replace(args.write_samples, SAMPLES, sources=_sources(args))
         if args.base and is_full:
             raise InPlaceTTTError(
-                "--base has no effect with --write-samples, which runs no model; leave it out."
+                "--base does nothing with --write-samples, which runs no model; leave it out."
             )
         return _write_samples(args, settings, material)
     base_of_adapter, base = (None, args.base) if is_full else (args.base, None)

@@ -21,9 +21,9 @@ def run(args: argparse.Namespace) -> Result:
     material = Material(args.haystack, args.qa, args.text_field)
     _refuse_without_files(tasks, args)
     if args.haystack and not any(task.haystack or task.name == "cwe" for task in tasks):
-        warn("--haystack has no effect: none of these tasks hides anything in a text.")
+        warn("--haystack does nothing: none of these tasks hides anything in a text.")
     if args.qa and not any(task.questions is not None for task in tasks):
-        warn("--qa has no effect: none of these tasks asks its questions.")
+        warn("--qa does nothing: none of these tasks asks its questions.")
     return long_context.compare(args, long_context.settings_of(args, tasks), material, table.table)
 
 

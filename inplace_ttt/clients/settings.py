@@ -51,13 +51,13 @@ def prepare(model: nn.Module, surgery: InPlaceTTTConfig | None) -> nn.Module:
     if is_converted(model):
         if surgery is not None:
             raise InPlaceTTTError(
-                "the model is converted already, so that inplace_ttt.ttt has no effect; remove it, or give "
+                "the model is converted already, so that inplace_ttt.ttt does nothing; remove it, or give "
                 "the base."
             )
         return model
     if surgery is None:
         raise InPlaceTTTError(
-            "the model is not converted and there is no inplace_ttt.ttt; add it, or give a converted folder."
+            "the model is not converted and inplace_ttt.ttt is missing; add it, or give a converted folder."
         )
     if surgery.needs_calibration:
         raise InPlaceTTTError(

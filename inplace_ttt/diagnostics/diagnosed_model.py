@@ -85,8 +85,8 @@ class DiagnosedModel:
         diagnosed = cls(model, inputs, labels, layers, tokenizer)
         if not bool((diagnosed.next_tokens != IGNORED).any()):
             raise InPlaceTTTError(
-                "these rows predict no token, so that there is no loss; give longer rows, or labels other "
-                "than -100."
+                "these rows predict no token, so that their loss is undefined; give longer rows, or "
+                "labels other than -100."
             )
         return diagnosed
 

@@ -287,7 +287,7 @@ CAUSES: tuple[Cause, ...] = (
         _no_row_is_long,
         lambda s: (s, with_config(s.layers.values(), chunk_size=max(1, (_longest(s) - 1) // 2))),
         lambda s, g, layers: (
-            f"rows of {_longest(s)} tokens are no more than one chunk of {g.layout.chunk_size} and a last "
+            f"rows of {_longest(s)} tokens hold at most one chunk of {g.layout.chunk_size} and a last "
             "token, which predicts nothing: no prediction reads a write"
         ),
     ),

@@ -66,7 +66,7 @@ def read_json(path: Path, problem: str) -> dict[str, Any]:
     try:
         values = parse_json(path.read_bytes())
     except FileNotFoundError:
-        raise InPlaceTTTError(f"{problem}: there is no {path}.") from None
+        raise InPlaceTTTError(f"{problem}: {path} does not exist.") from None
     except (OSError, ValueError) as error:
         raise InPlaceTTTError(f"{problem}: {path} cannot be read ({one_line(error)}).") from None
     if not isinstance(values, dict):

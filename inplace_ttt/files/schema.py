@@ -98,9 +98,7 @@ def build(cls: Any, values: Any, keys: Keys, refuse: Refuse, **internal: Any) ->
     known = {key: value for key, value in values.items() if key in fields or key in presets}
     if len(known) < len(values) and not issubclass(cls, Open):
         key = next(key for key in values if key not in known)
-        raise refuse(
-            (*keys, _short(key)), f"there is no such setting; known here: {', '.join((*presets, *fields))}"
-        )
+        raise refuse((*keys, _short(key)), f"unknown setting; known here: {', '.join((*presets, *fields))}")
     for name, f in fields.items():
         if (
             name not in known

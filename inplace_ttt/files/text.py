@@ -62,7 +62,7 @@ def refuse_beyond(ids: list[int], tokenizer: Any, source: str) -> list[int]:
     if known is not None and ids and (largest := max(ids)) >= known:
         raise InPlaceTTTError(
             f"{source} holds {tokenizer.convert_ids_to_tokens(largest)!r} (id {largest}), for which the "
-            "model has no embedding (it has "
+            "model lacks an embedding (it has "
             f"{known}); remove it from the text, or use the model's own tokenizer."
         )
     return ids

@@ -101,7 +101,7 @@ def stream_of(cache: Any, layer: int, batch: int, config: InPlaceTTTConfig) -> F
     layers = getattr(cache, "layers", None)
     if layers is None or layer >= len(layers):
         raise InPlaceTTTError(
-            f"a {type(cache).__name__} has no layer {layer} to keep the fast weight on; use a transformers "
+            f"a {type(cache).__name__} lacks layer {layer} to keep the fast weight on; use a transformers "
             "Cache."
         )
     if not layers[layer].is_compileable and layers[layer].get_seq_length() != layers[0].get_seq_length():

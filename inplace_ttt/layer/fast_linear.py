@@ -398,7 +398,7 @@ def check(parts: DecoderLayer) -> None:
     features(down)
     if hasattr(down, "_hf_hook") and any(p.device.type == "meta" for p in down.parameters()):
         raise InPlaceTTTError(
-            f"{parts.down_proj_path} is offloaded, so that its new parameters would have no device; convert "
+            f"{parts.down_proj_path} is offloaded, so that its new parameters would lack a device; convert "
             "before offloading."
         )
     if "forward" in down.__dict__ and "_old_forward" not in down.__dict__:

@@ -143,7 +143,7 @@ class ForwardContext:
         if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[-1] < self.shape[1]:
             what = f"is {list(mask.shape)}" if isinstance(mask, Tensor) else f"is a {type(mask).__name__}"
             raise InPlaceTTTError(
-                f"attention_mask {what}, which does not show TTT what is padding; pass a 2-D mask [B, T], "
+                f"attention_mask {what}, which does not show the padding to TTT; pass a 2-D mask [B, T], "
                 "or none."
             )
         return seen_tokens(mask, self.past, self.shape[1])
@@ -224,8 +224,8 @@ class ForwardContext:
             layout = ChunkLayout.from_lengths([[length]] * batch, chunk_size)
         if self._restarts_inside(layout.documents):
             raise InPlaceTTTError(
-                "position_ids restart within what attention_mask shows as one document, so attention sees "
-                "one and TTT several; "
+                "position_ids restart within a document of attention_mask, so attention sees one document "
+                "and TTT several; "
                 "drop attention_mask for packed rows."
             )
         return layout

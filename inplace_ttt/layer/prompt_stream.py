@@ -253,9 +253,9 @@ class PromptStream(FastWeightStream):
                 )
             if not self.is_written and end.held - n < min(end.room, seen - n):
                 raise InPlaceTTTError(
-                    f"the last {n} tokens cannot be taken back: the end of the prompt before them is no "
-                    "longer kept; "
-                    "fork the session before reading what you may take back."
+                    f"the last {n} tokens cannot be taken back: the session has dropped the end of the "
+                    "prompt before them; "
+                    "fork the session before reading tokens that you may take back."
                 )
 
     def reset(self) -> None:

@@ -319,8 +319,8 @@ class FastWeightStream:
                 raise InPlaceTTTError(
                     f"the last {tokens} tokens reach behind a chunk that is written for good; only the "
                     "last chunk of "
-                    f"{self.chunk_size} can be taken back (fork the state before reading what you may take "
-                    "back)."
+                    f"{self.chunk_size} can be taken back (fork the state before reading tokens that you "
+                    "may take back)."
                 )
 
     def _take_back(self, index: int) -> None:

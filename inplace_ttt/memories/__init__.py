@@ -69,5 +69,5 @@ def make(name: str, dim: int, **options: Any) -> Memory[Any]:
     known = list(inspect.signature(MEMORIES[name]).parameters)[1:]
     for option in options:
         if option not in known:
-            raise InPlaceTTTError(f"{name} has no option {option!r}; it has {', '.join(known)}.")
+            raise InPlaceTTTError(f"{name} takes no option {option!r}; it takes {', '.join(known)}.")
     return MEMORIES[name](dim, **options)

@@ -46,7 +46,7 @@ def note_on_emulation(dtype: torch.dtype, parameters: int, remedy: str) -> str |
         return None
     short = str(dtype).removeprefix("torch.")
     return (
-        f"this processor has no instructions for {short}, and computes several times slower in it than "
+        f"this processor lacks instructions for {short}, and computes several times slower in it than "
         f"in float32; {remedy}."
     )
 

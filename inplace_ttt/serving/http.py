@@ -249,7 +249,7 @@ class Asked:
         if ttt not in ("on", "off"):
             raise Refused(f'ttt must be "on" or "off", got {shown(ttt)}.', 400)
         if freeze and memory is None:
-            raise Refused("freeze has no effect without a memory; leave it out, or name one.", 400)
+            raise Refused("freeze does nothing without a memory; leave it out, or name one.", 400)
         if memory is not None and ttt == "off":
             raise Refused("with ttt off no memory is read; leave one of the two out.", 400)
         if values.get("use_beam_search") and (memory is not None or ttt == "off"):

@@ -181,7 +181,7 @@ class Memories:
         """Replaces a memory's content with that of its file. Raises Refused (404) if the file is missing."""
         async with self._alone(user, name) as memory:
             if not memory.file.exists():
-                raise Refused(f"memory {shown(name)} has no file; save it first.", 404)
+                raise Refused(f"memory {shown(name)} lacks a file; save it first.", 404)
             await self._replace(memory, await self._made("ttt_load", str(memory.file), status=400))
         await self._make_room()
         return memory
@@ -218,9 +218,7 @@ class Memories:
         copy = await self._own(user, to)
         try:
             if copy.exists:
-                raise Refused(
-                    f"there is a memory {shown(to)} already; delete it, or choose another name.", 409
-                )
+                raise Refused(f"memory {shown(to)} exists already; delete it, or choose another name.", 409)
             copy.snapshot = await self._woken(self.find(user, name))
             self._uses[copy.snapshot] += 1
             copy.used = next(self._clock)
@@ -405,7 +403,7 @@ class Memories:
 
 def _unknown(name: str) -> Refused:
     return Refused(
-        f"there is no memory {shown(name)}; create it by a request without freeze, or by an upload.", 404
+        f"memory {shown(name)} does not exist; create it by a request without freeze, or by an upload.", 404
     )
 
 

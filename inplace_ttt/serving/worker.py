@@ -57,7 +57,7 @@ class MemoryWorker:
         """
         kept = self.ttt_batch.keep(name)
         if kept is None:
-            raise InPlaceTTTError("the worker has no state of the request to keep.")
+            raise InPlaceTTTError("the worker lacks a state of the request to keep.")
         return self._hold(snapshot, kept)
 
     def ttt_forget(self, name: str) -> None:

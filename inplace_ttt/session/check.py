@@ -191,7 +191,7 @@ class _Streams:
         self._require(
             not others, f"it holds {shown(others[0]) if others else ''}, which no session of this model has"
         )
-        self._require(self.rows > 0 or not self.tensors, "it has no sequence")
+        self._require(self.rows > 0 or not self.tensors, "it holds 0 sequences")
         missing = sorted({str(index) for index in self.sizes} - self.kept) if self.kept else []
         self._require(not missing, f"the fast weight of layer {''.join(missing[:1])} is missing")
 

@@ -199,7 +199,7 @@ class Session:
         """
         if config_of(self.model).prompt_write is None:
             raise InPlaceTTTError(
-                "this model's config has no prompt_write, so that nothing is written at a prompt's end; "
+                "this model's config lacks prompt_write, so that nothing is written at a prompt's end; "
                 "use read."
             )
         if self._with(ids).shape[1] < 3 or ids.shape[1] == 0:
@@ -251,7 +251,7 @@ class Session:
                 )
         if (mask := kwargs.pop("attention_mask", None)) is not None and not bool(torch.as_tensor(mask).all()):
             raise InPlaceTTTError(
-                "a session's rows have no padding; give token ids of one length, or one session per row."
+                "a session's rows cannot hold padding; give token ids of one length, or one session per row."
             )
         self._with(ids)
         if self._awaits_write(ids):
@@ -262,8 +262,8 @@ class Session:
         known = self.tokens.shape[1]
         if self.cache.get_seq_length() >= known:
             raise InPlaceTTTError(
-                "the session has read all its tokens, and generation starts from one that it has not; give "
-                "it at least one more."
+                "the session has read all its tokens, and generation starts from an unread one; give it at "
+                "least one more."
             )
         mask = torch.ones_like(self.tokens)
         # the last given token is read inside `generate`, even if it is the only one

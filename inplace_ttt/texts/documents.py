@@ -85,14 +85,14 @@ def documents_in(
     for name in (os.fspath(given) for given in names):
         source = find(name, reading, option)
         if source.kind == "hub" and "/" not in name:
-            raise InPlaceTTTError(f"{option}: there is no file or folder {name}; correct the path.")
+            raise InPlaceTTTError(f"{option}: the file or folder {name} does not exist; correct the path.")
         if source.kind == "text" and not any(map(is_compressed, source.files)):
             found += [Document(str(file), str(file)) for file in source.files]
         else:
             has_records = True
             found += _records(source, reading)
     if text_field is not None and not has_records:
-        raise InPlaceTTTError("--text-field has no effect on text files, which have no fields; leave it out.")
+        raise InPlaceTTTError("--text-field does nothing with text files, which lack fields; leave it out.")
     return found
 
 
@@ -123,7 +123,7 @@ def _records(source: Source, reading: Reading) -> list[Document]:
     except Exception as error:
         raise read_error([source], reading, error) from None
     if not found:
-        raise InPlaceTTTError(f"{source.name} has no record with text in its field {column!r}; leave it out.")
+        raise InPlaceTTTError(f"{source.name} lacks records with text in its field {column!r}; leave it out.")
     logger.warning(
         "read %s documents of %s, each from its field %r%s", f"{len(found):,}", source.name, column, more
     )

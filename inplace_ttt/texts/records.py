@@ -52,7 +52,7 @@ def open_source(source: Source, reading: Reading, streaming: bool) -> tuple[Reco
         raise InPlaceTTTError(f"{source.name} holds no records; leave it out.")
     shown = ", ".join(map(repr, columns[:_SHOWN])) + ", …" * (len(columns) > _SHOWN)
     raise InPlaceTTTError(
-        f"the records of {source.name} have no field {wanted[min(1, len(wanted) - 1)]!r} (they have "
+        f"the records of {source.name} lack the field {wanted[min(1, len(wanted) - 1)]!r} (they have "
         f"{shown}); set {reading.field_option}."
     )
 

@@ -130,8 +130,12 @@ def find(name: str, reading: Reading, option: str) -> Source:
         return Source(role, name, _common_kind(name, wanted, reading, option), tuple(wanted))
     if _may_be_on_the_hub(name, reading):
         return Source(role, name, "hub")
-    what = "no file matches the pattern" if glob.has_magic(name) else "there is no file or folder"
-    raise InPlaceTTTError(f"{option}: {what} {name} (looked in {Path.cwd()}); correct the path.")
+    what = (
+        f"no file matches the pattern {name}"
+        if glob.has_magic(name)
+        else f"the file or folder {name} does not exist"
+    )
+    raise InPlaceTTTError(f"{option}: {what} (looked in {Path.cwd()}); correct the path.")
 
 
 def _may_be_on_the_hub(name: str, reading: Reading) -> bool:

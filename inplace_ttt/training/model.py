@@ -110,7 +110,7 @@ def _convert(built: PreTrainedModel, ttt: InPlaceTTTConfig | None, recipe: Recip
             _refuse(
                 recipe,
                 "training.trainable",
-                "a model with target='gradient' has no TTT parameters; choose all or lora",
+                "a model with target='gradient' lacks TTT parameters; choose all or lora",
             )
 
 
@@ -174,7 +174,7 @@ def _architecture(
         _refuse(
             recipe,
             "ttt",
-            f"{path} is converted already, so that ttt has no effect; remove the section or give the base",
+            f"{path} is converted already, so that ttt does nothing; remove the section or give the base",
         )
     if not converted and surgery is not None and surgery.needs_calibration:
         _refuse(
@@ -188,7 +188,7 @@ def _architecture(
         _refuse(
             recipe,
             "ttt",
-            f"{path or 'a model from scratch'} is not converted and there is no ttt; add the section",
+            f"{path or 'a model from scratch'} is not converted and the section ttt is missing; add it",
         )
     config = _build_config(recipe, values, "path" if path else "config")
     if path is None:
@@ -218,7 +218,7 @@ def _read_config(recipe: Recipe, source: str, configs: Path | None) -> dict[str,
             f"cannot read the config of {source} ({one_line(error).rstrip('.')}); give a local model folder",
         )
     if not values:
-        _refuse(recipe, "model.path", f"{source} has no config.json; give a model folder or a hub id")
+        _refuse(recipe, "model.path", f"{source} lacks a config.json; give a model folder or a hub id")
     return values
 
 
@@ -285,7 +285,7 @@ def _refuse_unknown(recipe: Recipe, config: PreTrainedConfig, keys: set[str], se
     )
     if unknown := sorted(keys - set(known) - aliases):
         _refuse(
-            recipe, f"model.{section}.{unknown[0]}", f"the config of a {config.model_type} has no such value"
+            recipe, f"model.{section}.{unknown[0]}", f"the config of a {config.model_type} lacks this value"
         )
 
 

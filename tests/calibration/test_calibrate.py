@@ -161,7 +161,7 @@ def test_without_measurement_a_model_says_so() -> None:
         logits(model, random_ids(1, 40))
     with pytest.raises(InPlaceTTTError, match="nothing to calibrate on"):
         calibrate(model, [])
-    with pytest.raises(InPlaceTTTError, match="no effect"):
+    with pytest.raises(InPlaceTTTError, match="does nothing"):
         calibrate(convert(build("llama"), InPlaceTTTConfig(layers=(0,))), [random_ids(1, 40)])
 
 
@@ -217,8 +217,11 @@ def test_convert_measures_saves_and_loads(
     ("arguments", "says"),
     [
         (["--preset", "ridge"], "--calibrate TEXT"),
-        (["--calibrate", "TEXT"], "no effect"),
-        (["--preset", "ridge", "--calibrate", "nowhere.txt"], "there is no file or folder"),
+        (["--calibrate", "TEXT"], "does nothing"),
+        (
+            ["--preset", "ridge", "--calibrate", "nowhere.txt"],
+            "the file or folder nowhere.txt does not exist",
+        ),
         (["--preset", "ridge", "--calibrate", "EMPTY"], "holds no text"),
         (["--preset", "ridge", "--calibrate", "TEXT", "--calibrate-tokens", "0"], "at least 1"),
         (["--set", "sharpness=1"], "no setting 'sharpness'"),

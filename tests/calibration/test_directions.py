@@ -138,7 +138,7 @@ def test_it_is_the_same_every_time_and_everywhere() -> None:
 
 @pytest.mark.parametrize("width", [40, WIDTH])
 def test_what_cannot_be_known_is_refused(width: int) -> None:
-    with pytest.raises(InPlaceTTTError, match="20 tokens cannot tell the 24 largest"):
+    with pytest.raises(InPlaceTTTError, match="20 tokens cannot determine the 24 largest"):
         directions([activations(20, slow(width))], RANK)
     with pytest.raises(InPlaceTTTError, match="did not vary"):
         directions([torch.full((2, 3000, width), 2.0)], RANK)

@@ -135,7 +135,7 @@ def _config(folder: Path) -> Any:
 def test_somebodys_own_readme_is_left(base: Path, tmp_path: Path) -> None:
     run("convert", base, tmp_path / "ttt", "--layers", "0")
     (tmp_path / "ttt" / "README.md").write_text("# Mine\n")
-    with pytest.raises(InPlaceTTTError, match="no model card of inplace-ttt"):
+    with pytest.raises(InPlaceTTTError, match="lacks a model card of inplace-ttt"):
         add_to_card(tmp_path / "ttt", audit={})
     run("evaluate", tmp_path / "ttt", "--text", base / "config.json", "--card", code=2)
     run("convert", base, tmp_path / "ttt", "--layers", "0", "--overwrite", code=2)

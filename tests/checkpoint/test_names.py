@@ -117,7 +117,7 @@ def test_weights_of_another_model_are_refused(tmp_path: Path, capsys: pytest.Cap
     )
     assert run("convert", base, tmp_path / "out", "--layers", "0,2") == 2
     problem = capsys.readouterr().err.strip().splitlines()[-1]
-    assert "has no tensor for model.language_model.layers.0.mlp.down_proj.weight" in problem
+    assert "lacks a tensor for model.language_model.layers.0.mlp.down_proj.weight" in problem
 
 
 def test_a_name_is_found_by_transformers_own_rules(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_a_name_is_found_by_transformers_own_rules(tmp_path: Path) -> None:
         names["model.language_model.layers.1.mlp.down_proj.weight"]
         == "language_model.model.layers.1.mlp.down_proj.weight"
     )
-    with pytest.raises(InPlaceTTTError, match="has no tensor for model"):
+    with pytest.raises(InPlaceTTTError, match="lacks a tensor for model"):
         names["model.language_model.layers.9.mlp.down_proj.weight"]
 
 

@@ -152,7 +152,7 @@ def test_export_of_a_saved_model_drops_our_tensors(tmp_path: Path) -> None:
     [
         ({"ttt_mode": False}, "ttt_mode false"),
         ({"ttt_target": "labels"}, "ttt_target 'labels'"),
-        ({"ttt_layers": [0, 1, 2]}, "no model.layers.1.mlp.ttt_conv.weight"),
+        ({"ttt_layers": [0, 1, 2]}, "lacks model.layers.1.mlp.ttt_conv.weight"),
         ({"ttt_layers": [0, 0]}, "names a layer twice"),
         ({"ttt_layers": []}, "non-empty list"),
         ({"ttt_layers": [3, 5]}, "names only layers [3, 5]"),

@@ -90,7 +90,7 @@ def test_more_layers_than_the_config_names(folders: dict[str, Path], tmp_path: P
     for read in (load, AutoModelForCausalLM.from_pretrained):
         with pytest.raises(
             InPlaceTTTError,
-            match=r"has 7 tensors of fast weights that its config names no layer for \(.*layers.2",
+            match=r"has 7 tensors of fast weights in layers that its config does not name \(.*layers.2",
         ):
             read(other)
 
@@ -203,5 +203,5 @@ def test_a_peft_adapter_is_not_whole(folders: dict[str, Path], tmp_path: Path) -
         with pytest.raises(InPlaceTTTError, match=rf"layers.0\..*{kind}"):
             load(changed(tmp_path / "whole", tmp_path / kind, lose(kind)))
     more = {"base_model.model.model.layers.9.self_attn.q_proj.lora_A.weight": torch.ones(2, 32)}
-    with pytest.raises(InPlaceTTTError, match=r"has 1 tensors that its base has no place for \(.*layers.9"):
+    with pytest.raises(InPlaceTTTError, match=r"has 1 tensors without a place in its base \(.*layers.9"):
         load(changed(tmp_path / "whole", tmp_path / "more", lambda tensors: tensors.update(more)))

@@ -129,15 +129,15 @@ def test_import_leaves_nothing_foreign(tmp_path: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"drop": ("ttt_lr", "ttt_norm_preserve")}, "no ttt_lr and no ttt_norm_preserve in its config.json"),
-        ({"drop": ("ttt_layers",)}, "no ttt_layers"),
+        ({"drop": ("ttt_lr", "ttt_norm_preserve")}, "lacks ttt_lr and ttt_norm_preserve in its config.json"),
+        ({"drop": ("ttt_layers",)}, "lacks ttt_layers"),
         ({"ttt_mode": False}, "ttt_mode false"),
         ({"ttt_predict_mode": "past"}, "ttt_predict_mode 'past'"),
         ({"ttt_conv": True}, "ttt_conv True"),
         ({"ttt_target": "input_embed"}, "ttt_target 'input_embed'"),
         ({"ttt_inner_opt": "muon"}, "ttt_inner_opt 'muon'"),
         ({"ttt_norm_preserve": 1}, "ttt_norm_preserve 1"),
-        ({"ttt_layers": [0, 1]}, "no model.layers.1.mlp.ttt_proj.weight"),
+        ({"ttt_layers": [0, 1]}, "lacks model.layers.1.mlp.ttt_proj.weight"),
         ({"ttt_lr": "fast"}, "eta"),
         ({"mlp_bias": True, "family": "llama"}, "mlp_bias true"),
         ({"family": "qwen2"}, "is a 'qwen2'"),

@@ -78,19 +78,19 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
         (["bench", "--d", "1"], "--d must be at least 2"),
         (
             ["convert", "BASE", "OUT", "--calibrate-tokens", "8"],
-            "--calibrate-tokens has no effect without --calibrate",
+            "--calibrate-tokens does nothing without --calibrate",
         ),
         (
             ["convert", "BASE", "OUT", "--chunk-size", "4", "--set", "chunk_size=8"],
-            "--chunk-size has no effect beside --set chunk_size=8",
+            "--chunk-size does nothing beside --set chunk_size=8",
         ),
         (
             ["info", "BASE", "--base", "OUT"],
-            "is not an adapter folder, so that a base has no effect beside it",
+            "is not an adapter folder, so that a base does nothing beside it",
         ),
         (
             ["export", "BASE", "OUT", "--format", "official", "--base", "OUT"],
-            "is not an adapter folder, so that a base has no effect beside it",
+            "is not an adapter folder, so that a base does nothing beside it",
         ),
         (["serve", "BASE", "--api-key", ""], "--api-key must not be empty"),
         (
@@ -119,13 +119,13 @@ def test_not_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     empty, broken, vision = (tmp_path / name for name in ("empty", "broken", "vision"))
     for folder in (empty, broken, vision):
         folder.mkdir()
-    assert "there is no" in refused(capsys, "convert", empty, tmp_path / "out")
+    assert "does not exist" in refused(capsys, "convert", empty, tmp_path / "out")
     (broken / "config.json").write_text("{")
     assert "cannot be read" in refused(capsys, "convert", broken, tmp_path / "out")
     (broken / "config.json").write_text("[]")
     assert "not a JSON object" in refused(capsys, "convert", broken, tmp_path / "out")
     (vision / "config.json").write_text(json.dumps({"model_type": "vit"}))
-    assert "no model.safetensors" in refused(capsys, "convert", vision, tmp_path / "out")
+    assert "lacks model.safetensors" in refused(capsys, "convert", vision, tmp_path / "out")
     (vision / "model.safetensors").write_bytes(
         (save_base(tmp_path / "base") / "model.safetensors").read_bytes()
     )
@@ -147,7 +147,7 @@ def test_corrupt_shards(base: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     (base / "config.json").write_text(json.dumps({**config, "intermediate_size": 64}))
     assert "its config.json gives" in refused(capsys, "convert", base, tmp_path / "out")
     (base / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 5}))
-    assert "has no tensor for model.layers.4" in refused(
+    assert "lacks a tensor for model.layers.4" in refused(
         capsys, "convert", base, tmp_path / "out", "--layers", "4"
     )
     assert not (tmp_path / "out").exists()
@@ -238,7 +238,7 @@ def test_a_chunk_longer_than_the_context_is_reported(
     base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert cli.main(["convert", str(base), str(tmp_path / "out"), "--chunk-size", "777", "--no-verify"]) == 0
-    assert "nothing would ever read a write" in caplog.text
+    assert "no write would ever be read" in caplog.text
 
 
 def test_the_installed_command_answers_as_the_function_does(tmp_path: Path) -> None:

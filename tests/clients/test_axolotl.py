@@ -93,13 +93,13 @@ def test_lora_beside_conv_and_p(settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"ttt": {"chunk_sise": 4}}, "inplace_ttt, ttt.chunk_sise: there is no such setting"),
+        ({"ttt": {"chunk_sise": 4}}, "inplace_ttt, ttt.chunk_sise: unknown setting"),
         ({"ttt": {"chunk_size": "many"}}, "inplace_ttt, ttt.chunk_size: must be a whole number"),
         (
             {"training": {"conv_learning_rate": -1}},
             "inplace_ttt, training: conv_learning_rate must be a number above 0, got -1",
         ),
-        ({"rates": {}}, "inplace_ttt, rates: there is no such setting; known here: ttt, training"),
+        ({"rates": {}}, "inplace_ttt, rates: unknown setting; known here: ttt, training"),
     ],
     ids=str,
 )
@@ -123,11 +123,11 @@ def test_a_surgery_too_much_or_too_little_is_refused(settings: dict[str, Any]) -
     manager = PluginManager.get_instance()
     manager.register(PLUGIN)
     model = AutoModelForCausalLM.from_pretrained("smollm2-135m")
-    with pytest.raises(ValueError, match=r"the model is not converted and there is no inplace_ttt\.ttt"):
+    with pytest.raises(ValueError, match=r"the model is not converted and inplace_ttt\.ttt is missing"):
         manager.post_model_build(DictDefault({"inplace_ttt": None}), model)
     with pytest.raises(ValueError, match="need measurements on a text"):
         manager.post_model_build(DictDefault({"inplace_ttt": {"ttt": {"preset": "ridge"}}}), model)
     manager.post_model_build(DictDefault(settings), model)
     assert list(fast_weights(model)) == [0, 6]
-    with pytest.raises(ValueError, match=r"converted already, so that inplace_ttt\.ttt has no effect"):
+    with pytest.raises(ValueError, match=r"converted already, so that inplace_ttt\.ttt does nothing"):
         manager.post_model_build(DictDefault(settings), model)

@@ -188,6 +188,6 @@ def test_a_trainer_whose_optimiser_is_made_elsewhere_is_refused(folder: Path) ->
     )
     with pytest.raises(
         InPlaceTTTError,
-        match="conv_learning_rate has no effect, since the trainer made its optimizer without it",
+        match="conv_learning_rate does nothing, since the trainer made its optimizer without it",
     ):
         trainer.train()

@@ -214,7 +214,7 @@ def test_bad_input_is_one_line(
             "gives 9 tokens (--tokens 9), at most one chunk of 16",
         ),
         ([model, "--text", tmp_path / "latin", "--out", out], "give a UTF-8 text file"),
-        ([model, "--text", tmp_path / "nowhere", "--out", out], "there is no file or folder"),
+        ([model, "--text", tmp_path / "nowhere", "--out", out], "does not exist"),
         (
             [foreign, "--text", tmp_path / "fives", "--out", out],
             "has the tokenizer of another model: it gives ids up to 5000, the model has 97",

@@ -22,27 +22,38 @@ LONG = 25
 SHARE_OF_LONG = 0.2
 
 
+def modules(package: Path) -> list[Path]:
+    return sorted(package.glob("*.py") if package == PACKAGE else package.rglob("*.py"))
+
+
 def sentences_of(place: Path) -> list[str]:
     if place.suffix == ".md":
         return prose.markdown(place)
-    files = place.glob("*.py") if place == PACKAGE else place.rglob("*.py")
-    return [sentence for file in sorted(files) for sentence in prose.python(file)]
+    return [sentence for file in modules(place) for sentence in prose.python(file)]
+
+
+def require_plain(sentences: list[str]) -> None:
+    allowed = max(LEAST, PER_1000 * prose.words(sentences) / 1000)
+    for pattern, found in prose.found(sentences).items():
+        assert len(found) <= allowed, f"{pattern}: {len(found)} of {allowed:.1f} allowed: {found[:5]}"
 
 
 @pytest.mark.parametrize("place", [*PAGES, *PACKAGES], ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_sentences_are_plain(place: Path) -> None:
     sentences = sentences_of(place)
-    allowed = max(LEAST, PER_1000 * prose.words(sentences) / 1000)
-    for pattern, found in prose.found(sentences).items():
-        assert len(found) <= allowed, f"{pattern}: {len(found)} of {allowed:.1f} allowed: {found[:5]}"
+    require_plain(sentences)
     long = [sentence for sentence in sentences if len(sentence.split()) > LONG]
     assert len(long) <= max(LEAST, SHARE_OF_LONG * len(sentences)), f"over {LONG} words: {long[:3]}"
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_messages_are_plain(package: Path) -> None:
+    require_plain([sentence for file in modules(package) for sentence in prose.messages(file)])
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_docstrings_begin_with_a_subject_or_a_verb(package: Path) -> None:
-    files = sorted(package.glob("*.py") if package == PACKAGE else package.rglob("*.py"))
-    begun = [(file.name, text.split("\n")[0]) for file in files for text in prose.docstrings(file)]
+    begun = [(file.name, text.split("\n")[0]) for file in modules(package) for text in prose.docstrings(file)]
     found = [pair for pair in begun if pair[1].split(" ")[0] in prose.OPENINGS]
     assert len(found) <= LEAST, found[:10]
 
@@ -64,3 +75,22 @@ def test_the_patterns_are_found() -> None:
         "a for per": 1,
         "British spelling": 1,
     }
+
+
+def test_messages_are_found(tmp_path: Path) -> None:
+    module = tmp_path / "module.py"
+    module.write_text(
+        '''"""A docstring has no message."""
+
+def check(name):
+    """Checks it."""
+    logger.warning("%s has no rows", name)
+    if name:
+        raise ValueError(
+            f"{name} has no {', '.join(['one or no', name])}; "
+            "leave it out."
+        )
+    raise AttributeError(f"module has no attribute {name}")
+'''
+    )
+    assert prose.messages(module) == ["%s has no rows", "X has no X; leave it out.", "one or no"]

@@ -210,9 +210,12 @@ def test_the_samples_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
         ),
         (
             ["ttt", "--lengths", "1500", "--text", "book.txt", "--tasks", "qa6"],
-            "there is no task 'qa6'; --tasks takes qa1,",
+            "task 'qa6' does not exist; --tasks takes qa1,",
         ),
-        (["ttt", "--lengths", "1500", "--text", "nowhere.txt"], "there is no file or folder nowhere.txt"),
+        (
+            ["ttt", "--lengths", "1500", "--text", "nowhere.txt"],
+            "the file or folder nowhere.txt does not exist",
+        ),
         (["ttt", "--lengths", "1500", "--text", "latin1.txt"], "cannot read latin1.txt"),
         (
             ["ttt", "--lengths", "1500", "--text", "endless.txt"],
@@ -220,7 +223,7 @@ def test_the_samples_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
         ),
         (
             ["ttt", "--lengths", "1500", "--text", "base"],
-            "the records of base have no field 'text' (they have",
+            "the records of base lack the field 'text' (they have",
         ),
         (["ttt", "--lengths", "1500,200", "--text", "book.txt", "--tasks", "qa4"], "qa4 takes at least"),
         (

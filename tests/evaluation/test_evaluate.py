@@ -109,13 +109,13 @@ def test_the_same_command_gives_the_same_numbers_and_a_table(
     asked = run(capsys, *arguments, "--facts", 2, "--distances", 64)
     assert "facts, 2 records in each of 3 documents" in asked and "after 64 tokens, two hops (6)" in asked
     alone = run(capsys, folder / "model", "--text", folder / "texts" / "0.txt")
-    assert "no other document's state" in alone
+    assert "needs the state of another document" in alone
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--text", "nowhere.txt"], "there is no file or folder nowhere.txt"),
+        (["--text", "nowhere.txt"], "the file or folder nowhere.txt does not exist"),
         (["--text", "EMPTY"], "holds no text"),
         (["--text", "LATIN"], "give a UTF-8 text file"),
         (["--text", "SHORT"], f"chunks of {CHUNK}"),
@@ -125,12 +125,12 @@ def test_the_same_command_gives_the_same_numbers_and_a_table(
         (["--text", "TEXTS", "--contexts", "4000"], "shorter context"),
         (["--text", "TEXTS", "--contexts", "a"], "whole numbers separated by commas"),
         (["--text", "TEXTS", "--repeated-passage", "--passage", "5"], "a length and a gap"),
-        (["--text", "TEXTS", "--passage", "5,5"], "no effect without --repeated-passage"),
-        (["--text", "TEXTS", "--sinks", "2"], "no effect without --window"),
-        (["--text", "TEXTS", "--block", "9"], "no effect without --contexts"),
-        (["--text", "TEXTS", "--distances", "9"], "no effect without --facts"),
-        (["--text", "TEXTS", "--seed", "1"], "--seed has no effect without --repeated-passage or --facts"),
-        (["--text", "TEXTS", "--overwrite"], "--overwrite has no effect without --out"),
+        (["--text", "TEXTS", "--passage", "5,5"], "does nothing without --repeated-passage"),
+        (["--text", "TEXTS", "--sinks", "2"], "does nothing without --window"),
+        (["--text", "TEXTS", "--block", "9"], "does nothing without --contexts"),
+        (["--text", "TEXTS", "--distances", "9"], "does nothing without --facts"),
+        (["--text", "TEXTS", "--seed", "1"], "--seed does nothing without --repeated-passage or --facts"),
+        (["--text", "TEXTS", "--overwrite"], "--overwrite does nothing without --out"),
         (["--text", "TEXTS", "--base", "OTHER"], "another tokenizer"),
         (["--text", "TEXTS", "--base", "SMALL"], "it is not the base of this model"),
         (["--text", "TEXTS", "--facts", "999"], "at most 25"),

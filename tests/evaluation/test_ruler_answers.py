@@ -244,7 +244,7 @@ def test_what_a_reader_must_know_is_said(capsys: pytest.CaptureFixture[str], tmp
         (["ttt", "--lengths", "0"], "must be above 0"),
         (["ttt", "--lengths", "1024", "--samples", "0"], "--samples must be at least 1"),
         (["ttt", "--lengths", "1024", "--batch-size", "0"], "--batch-size must be at least 1"),
-        (["ttt", "--lengths", "1024", "--tasks", "niah"], "there is no task 'niah'"),
+        (["ttt", "--lengths", "1024", "--tasks", "niah"], "task 'niah' does not exist"),
         (
             ["ttt", "--lengths", "1024"],
             "niah_single_2, niah_single_3, niah_multikey_1, niah_multivalue, niah_multiquery hide needles",
@@ -258,7 +258,7 @@ def test_what_a_reader_must_know_is_said(capsys: pytest.CaptureFixture[str], tmp
         (["ttt", "--lengths", "200", "--tasks", "fwe"], "fwe takes at least"),
         (
             ["ttt", "--lengths", "1024", "--tasks", "niah_single_2", "--haystack", "nowhere.txt"],
-            "there is no file or folder nowhere.txt",
+            "the file or folder nowhere.txt does not exist",
         ),
         (
             ["ttt", "--lengths", "1024", "--tasks", "niah_single_2", "--haystack", "latin1.txt"],
@@ -282,7 +282,7 @@ def test_what_a_reader_must_know_is_said(capsys: pytest.CaptureFixture[str], tmp
             ["ttt", "--lengths", "1024", "--tasks", "fwe", "--base", "elsewhere"],
             "elsewhere has another tokenizer",
         ),
-        (["no-tokenizer", "--lengths", "1024", "--tasks", "fwe"], "no-tokenizer has no usable tokenizer"),
+        (["no-tokenizer", "--lengths", "1024", "--tasks", "fwe"], "no-tokenizer lacks a usable tokenizer"),
         (
             ["large-tokenizer", "--lengths", "1024", "--tasks", "fwe"],
             "has the tokenizer of another model: it gives ids up to",
@@ -291,11 +291,11 @@ def test_what_a_reader_must_know_is_said(capsys: pytest.CaptureFixture[str], tmp
         (["ttt", "--lengths", "1024", "--tasks", "fwe", "--write-samples", "base"], "base exists already"),
         (
             ["ttt", "--lengths", "1024", "--tasks", "fwe", "--write-samples", "s", "--out", "o"],
-            "--out has no effect with --write-samples",
+            "--out does nothing with --write-samples",
         ),
         (
             ["ttt", "--lengths", "1024", "--tasks", "fwe", "--write-samples", "s", "--base", "base"],
-            "--base has no effect with",
+            "--base does nothing with",
         ),
     ],
 )

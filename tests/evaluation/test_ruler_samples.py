@@ -293,7 +293,7 @@ def test_the_datasets_of_the_benchmark_are_read(tmp_path: Path) -> None:
         ("[]", "holds no questions"),
         ('[{"question": "q"}]', "in a format of docs/evaluate.md: KeyError"),
         ('[{"question": "q", "answers": "a", "documents": ["d"]}]', "not a list of texts"),
-        ('[{"question": "q", "answers": [" "], "documents": ["d"]}]', "no answer or no document"),
+        ('[{"question": "q", "answers": [" "], "documents": ["d"]}]', "lacks an answer or a document"),
         ('{"data": 3}', "in a format of docs/evaluate.md: TypeError"),
         ("3", "in a format of docs/evaluate.md: TypeError"),
     ],
@@ -338,7 +338,7 @@ def test_texts_that_are_too_short_begin_again(name: str, tmp_path: Path, prompte
 
 def test_questions_without_other_documents_are_refused(tmp_path: Path, prompter: Prompter) -> None:
     (tmp_path / "q.json").write_text(json.dumps([{"question": "q", "answers": ["a"], "documents": ["d"]}]))
-    with pytest.raises(InPlaceTTTError, match="no document but those of question 1 to hide them among"):
+    with pytest.raises(InPlaceTTTError, match="only the documents of question 1, which must be hidden among"):
         made("qa_1", 1024, Material(None, [str(tmp_path / "q.json")]), prompter)
 
 

@@ -1,4 +1,4 @@
-"""What stands before a text and beyond a vocabulary: one BOS, and no token that the model has no embedding
+"""What stands before a text and beyond a vocabulary: one BOS, and no token that the model lacks an embedding
 for."""
 
 from pathlib import Path
@@ -61,7 +61,7 @@ def test_a_special_token_beyond_the_embeddings_is_refused_in_a_text(added: str, 
     (tmp_path / "bad.txt").write_text(f"a {added} text")
     assert tokens_of(*documents_in([tmp_path / "good.txt"]), tokenizer, 50).max() < known
     tokenise({"input_ids": [[1, known - 1]]}, "input_ids", tokenizer, "rows")
-    problem = rf"holds '{added.replace('|', '[|]')}' \(id {known}\), for which the model has no embedding"
+    problem = rf"holds '{added.replace('|', '[|]')}' \(id {known}\), for which the model lacks an embedding"
     with pytest.raises(InPlaceTTTError, match=rf"bad\.txt {problem}"):
         tokens_of(*documents_in([tmp_path / "bad.txt"]), tokenizer, 50)
     with pytest.raises(InPlaceTTTError, match=problem):

@@ -88,10 +88,10 @@ REFUSED = {
     "have routed experts alone": EXPERTS.split(),
     "needs a transformer with a cache": ["rwkv"],
     # the second from transformers 5.24 on
-    "needs a transformer with a cache|has no attention module": ["falcon_mamba", "mamba"],
+    "needs a transformer with a cache|lacks an attention module": ["falcon_mamba", "mamba"],
     "enter the first layer as": ["cpmant", "prophetnet", "xlnet"],
-    "no single map to the hidden size": ["falcon_h1", "gemma4_text"],
-    "has no attention module": ["lfm3", "nemotron_h", "recurrent_gemma", "xlm"],
+    "lacks a single map to the hidden size": ["falcon_h1", "gemma4_text"],
+    "lacks an attention module": ["lfm3", "nemotron_h", "recurrent_gemma", "xlm"],
     "does not look like": ["lara_mini", "olmo_hybrid"],
 }
 STREAMS = ("deepseek_v4", "hy_v4")

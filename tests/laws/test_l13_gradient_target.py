@@ -454,7 +454,7 @@ def test_what_it_cannot_do_is_refused() -> None:
         model.train()(input_ids=ids, **{CACHE: DynamicCache(config=model.config)})
     with pytest.raises(InPlaceTTTError, match=r"steps_per_chunk above 1 .* cannot be trained; set it to 1"):
         reading("llama", torch.float32, **SUM, steps_per_chunk=2)[1].train()(input_ids=ids)
-    with pytest.raises(InPlaceTTTError, match="has no effect without target='gradient'"):
+    with pytest.raises(InPlaceTTTError, match="does nothing without target='gradient'"):
         InPlaceTTTConfig(steps_per_chunk=2)
     model.eval()
     with pytest.raises(InPlaceTTTError, match="pass input_ids alone"):

@@ -220,7 +220,7 @@ def test_bad_input_is_refused() -> None:
     with pytest.raises(InPlaceTTTError, match="the state is of 1 sequences and x of 2"):
         memory.recall(torch.ones(2, 3, 8), memory.initial_state(1))
     with pytest.raises(
-        InPlaceTTTError, match="titans has no option 'mini_batch'; it has heads, layers, chunk, alpha"
+        InPlaceTTTError, match="titans takes no option 'mini_batch'; it takes heads, layers, chunk, alpha"
     ):
         make("titans", 8, mini_batch=3)
     for name in MEMORIES:

@@ -365,7 +365,7 @@ def test_bad_requests_get_a_sentence_and_the_server_goes_on(
             == 401
         )
     assert call(server, "GET", "/v1/memories/book", key=KEYS[1])[0] == 404
-    with pytest.raises(BadRequestError, match="freeze has no effect without a memory"):
+    with pytest.raises(BadRequestError, match="freeze does nothing without a memory"):
         said(ask, folder, QUESTIONS[0], freeze=True)
     assert said(ask, folder, QUESTIONS[3], memory="book", freeze=True) == continued(
         model, state, QUESTIONS[3]

@@ -245,7 +245,7 @@ def test_what_cannot_be_is_refused() -> None:
     model, prompt = prompted(window=5), random_ids(1, 30)
     state = Session(model)
     state.read(prompt)
-    with pytest.raises(InPlaceTTTError, match="the end of the prompt before them is no longer kept"):
+    with pytest.raises(InPlaceTTTError, match="the session has dropped the end of the prompt before them"):
         state.fork().cache.crop(-28)
     gap = state.fork()
     with disable_ttt(model):
@@ -261,7 +261,7 @@ def test_what_cannot_be_is_refused() -> None:
     assert state.tokens.shape[1] == known and not any(
         getattr(layer, "record_past", False) for layer in state.cache.layers
     )
-    with pytest.raises(InPlaceTTTError, match="no prompt_write"):
+    with pytest.raises(InPlaceTTTError, match="lacks prompt_write"):
         Session(converted("llama")).write_prompt(prompt)
 
 

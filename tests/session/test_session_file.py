@@ -119,7 +119,7 @@ WRONG: dict[str, tuple[str, Callable[[dict[str, Any], dict[str, torch.Tensor]], 
     "no fingerprint": ("fingerprint: this setting is missing", lambda h, t: h.pop("fingerprint")),
     "a fingerprint of numbers": ("fingerprint: must be text", lambda h, t: h.update(fingerprint=3)),
     "a config of text": ("config: must be a table", lambda h, t: h.update(config="paper")),
-    "an unknown entry": ("there is no such setting", lambda h, t: h.update(more=1)),
+    "an unknown entry": ("unknown setting", lambda h, t: h.update(more=1)),
     "nothing": ("KV cache", lambda h, t: t.clear()),
 }  # fmt: skip
 

@@ -90,7 +90,7 @@ def test_a_chat_is_the_text_that_the_chat_template_makes_of_it(kind: str, tmp_pa
         Dataset.from_list(records).to_parquet(file)
     found = documents_in([file])
     tokenizer = byte_level()
-    with pytest.raises(InPlaceTTTError, match="no chat template"):
+    with pytest.raises(InPlaceTTTError, match="lacks a chat template"):
         tokens_of(found[0], tokenizer, 100)
     with pytest.raises(InPlaceTTTError, match="is a chat; give prose"):
         found[0].text()
@@ -103,7 +103,7 @@ BAD = {
     "no text field": (
         "a.jsonl",
         b'{"body": "x"}\n',
-        "have no field 'text' (they have 'body'); set --text-field",
+        "lack the field 'text' (they have 'body'); set --text-field",
     ),
     "nested": ("a.jsonl", b'{"text": {"en": "x"}}\n', "the field 'text' of"),
     "nested list": ("a.json", b'[{"text": ["x"]}]', "holds list, not text; set --text-field"),
@@ -118,7 +118,7 @@ BAD = {
     "no words": (
         "a.jsonl",
         b'{"text": " "}\n{"text": null}\n',
-        "has no record with text in its field 'text'",
+        "lacks records with text in its field 'text'",
     ),
     "lines in a txt": ("a.txt", LINES.encode(), "holds JSON lines, not text; give it the ending .jsonl"),
     "table": ("a.csv", b"text\nx\n", "names no format that is read here"),
@@ -148,16 +148,16 @@ def test_names_that_stand_for_nothing(tmp_path: Path) -> None:
     (tmp_path / "pictures" / "a.png").write_bytes(b"x")
     for name, expected in (
         (tmp_path / "pictures", "holds no documents (1 files"),
-        (tmp_path / "a.txt", "there is no file or folder"),
+        (tmp_path / "a.txt", "does not exist"),
         (f"{tmp_path}/*.jsonl", "no file matches the pattern"),
-        ("speeches", "there is no file or folder speeches"),
+        ("speeches", "the file or folder speeches does not exist"),
         ("/dev/zero", "/dev/zero is a device"),
     ):
         with pytest.raises(InPlaceTTTError, match=r"^--haystack: ") as refused:
             documents_in([name], "--haystack")
         assert expected in str(refused.value)
     (tmp_path / "a.txt").write_text("x")
-    with pytest.raises(InPlaceTTTError, match="no effect on text files"):
+    with pytest.raises(InPlaceTTTError, match="does nothing with text files"):
         documents_in([tmp_path / "a.txt"], text_field="body")
     (tmp_path / "b.jsonl").write_text(LINES)
     with pytest.raises(

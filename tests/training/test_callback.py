@@ -240,7 +240,7 @@ def test_a_setting_without_effect_is_refused(tmp_path: Path) -> None:
     run = trainer(tmp_path)
     run.add_callback(InPlaceTTTCallback(proj_learning_rate=1e-2))
     with pytest.raises(
-        InPlaceTTTError, match=r"proj_learning_rate has no effect.*call attach\(trainer\) before train"
+        InPlaceTTTError, match=r"proj_learning_rate does nothing.*call attach\(trainer\) before train"
     ):
         run.train()
     run = trainer(tmp_path)
@@ -249,7 +249,7 @@ def test_a_setting_without_effect_is_refused(tmp_path: Path) -> None:
         run.train()
     run = trainer(tmp_path, converted("llama", conv="next"))
     InPlaceTTTCallback(conv_weight_decay=0.1).attach(run)
-    with pytest.raises(InPlaceTTTError, match="conv_weight_decay has no effect"):
+    with pytest.raises(InPlaceTTTError, match="conv_weight_decay does nothing"):
         run.train()
 
 

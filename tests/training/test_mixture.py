@@ -91,7 +91,7 @@ def test_weights_that_mean_nothing_are_refused(weights: str, message: str, tmp_p
         tiny_recipe(tmp_path, f"data.weights={weights}", data={"train": ["a", "b"], "sequence_length": 64})
     assert "\n" not in str(refusal.value)
     with pytest.raises(
-        InPlaceTTTError, match=r"data\.weights: has no effect on fewer than two entries of train"
+        InPlaceTTTError, match=r"data\.weights: does nothing with fewer than two entries of train"
     ):
         tiny_recipe(tmp_path, "data.weights=[1]")
 
@@ -102,7 +102,7 @@ def test_sources_that_cannot_have_their_share_are_refused(
     (tmp_path / "none.jsonl").write_text('{"text": ""}\n')
     for streaming in (False, True):
         with pytest.raises(
-            InPlaceTTTError, match=r"has no document to train on, though data\.weights gives it a share"
+            InPlaceTTTError, match=r"lacks a document to train on, though data\.weights gives it a share"
         ):
             build(
                 [sources[0], tmp_path / "none.jsonl"], weights=[1, 1], streaming=streaming, chunk_size=CHUNK

@@ -234,7 +234,7 @@ def test_lora_learns_beside_loss_gradients_and_reloads_exactly(
         ),
         (
             "training.trainable=ttt",
-            "training.trainable: a model with target='gradient' has no TTT parameters",
+            "training.trainable: a model with target='gradient' lacks TTT parameters",
         ),
     ],
 )
@@ -298,11 +298,15 @@ def test_what_lora_stands_on_cannot_change_within_a_run(saved: dict[str, Path], 
 @pytest.mark.parametrize(
     ("overrides", "sections", "message"),
     [
-        (["ttt=null"], {}, "ttt: a model from scratch is not converted and there is no ttt; add the section"),
+        (
+            ["ttt=null"],
+            {},
+            "ttt: a model from scratch is not converted and the section ttt is missing; add it",
+        ),
         (
             ["model.config.hiden_size=3"],
             {},
-            "model.config.hiden_size: the config of a mistral has no such value",
+            "model.config.hiden_size: the config of a mistral lacks this value",
         ),
         (["model.config.hidden_size=big"], {}, "model.config: .*hidden_size.*expected int"),
         (
@@ -310,8 +314,8 @@ def test_what_lora_stands_on_cannot_change_within_a_run(saved: dict[str, Path], 
             {},
             "model.config: model_type 'perceptron' is not one of transformers' model types",
         ),
-        (["model.config.model_type=vit"], {}, "the config of a vit has no such value"),
-        (["model.overrides.widow=3"], {}, "model.overrides.widow: the config of a mistral has no such value"),
+        (["model.config.model_type=vit"], {}, "the config of a vit lacks this value"),
+        (["model.overrides.widow=3"], {}, "model.overrides.widow: the config of a mistral lacks this value"),
         (
             ["model.overrides.rope_parameters={rope_type: yarn, factor: 4.0}"],
             {},
@@ -325,7 +329,7 @@ def test_what_lora_stands_on_cannot_change_within_a_run(saved: dict[str, Path], 
         (["ttt.layers=[0, 3]"], {}, r"layers \[3\] do not exist: the model has 3 layers"),
         (["model.attn_implementation=flash_attention_2"], {}, "model: FlashAttention2"),
         ([], at(Path("./nowhere")), "model.path: nowhere does not exist; give a model folder or a hub id"),
-        ([], at(Path(__file__).parent), "model.path: .* has no config.json"),
+        ([], at(Path(__file__).parent), "model.path: .* lacks a config.json"),
         (
             [],
             {"training": {**LORA, "lora": {"targets": ["q_proj", "down_proj"]}}},
@@ -348,10 +352,10 @@ def test_refusals(overrides: list[str], sections: dict[str, Any], message: str, 
 def test_surgery_belongs_to_what_is_not_converted(saved: dict[str, Path], tmp_path: Path) -> None:
     for form in ("full", "adapter"):
         with pytest.raises(
-            InPlaceTTTError, match="is converted already, so that ttt has no effect; remove the section"
+            InPlaceTTTError, match="is converted already, so that ttt does nothing; remove the section"
         ):
             build_model(tiny_recipe(tmp_path, **{**at(saved[form]), "ttt": {"chunk_size": 16}}))
-    with pytest.raises(InPlaceTTTError, match="is not converted and there is no ttt"):
+    with pytest.raises(InPlaceTTTError, match="is not converted and the section ttt is missing"):
         meta_model(tiny_recipe(tmp_path, **at(saved["base"])))
 
 

@@ -78,14 +78,17 @@ def test_attention_counts_the_window(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["ttt.chunk_size=64"], "A chunk of 64 tokens is no shorter than a row of 64: no write is ever read"),
+        (
+            ["ttt.chunk_size=64"],
+            "A chunk of 64 tokens is at least as long as a row of 64: no write is ever read",
+        ),
         (["ttt.chunk_size=40"], "at most one write per row is ever read; lower ttt.chunk_size"),
         (["ttt.eta=0"], "eta is 0: nothing is written, and conv and P learn nothing; set ttt.eta above 0."),
         (["ttt.eta=[0, 1.0]"], "eta is 0 in layers [0]: they write nothing."),
         (["data.sequence_length=1024"], "Rows of 1024 tokens are longer than the model's context of 512"),
         (
             ["training.warmup_steps=2"],
-            "The warm-up training.warmup_steps of 2 steps is no shorter than the run of 2",
+            "The warm-up training.warmup_steps of 2 steps is at least as long as the run of 2",
         ),
         (["training.eta_warmup_steps=5"], "The warm-up training.eta_warmup_steps of 5 steps"),
         (
@@ -270,7 +273,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     [
         (["plan"], "required: RECIPE"),
         (["plan", "nowhere.yaml"], "cannot read nowhere.yaml"),
-        (["plan", "FILE", "--set", "training.step=1"], "--set, training.step: there is no such setting"),
+        (["plan", "FILE", "--set", "training.step=1"], "--set, training.step: unknown setting"),
         (
             ["plan", "FILE", "--device-memory", "much"],
             "--device-memory must be a size such as 80GB or 24GiB, got 'much'",

@@ -281,7 +281,7 @@ def test_bad_input_is_one_line(settings: tuple[str, ...], message: str, made: Pa
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (("training.stepz=3",), "--set, training.stepz: there is no such setting"),
+        (("training.stepz=3",), "--set, training.stepz: unknown setting"),
         (
             (
                 "deepspeed=0",

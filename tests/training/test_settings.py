@@ -60,12 +60,12 @@ def test_the_plain_recipe(tmp_path: Path) -> None:
         (
             changed("  steps: 3", "  steps: 3\n  stepz: 4"),
             "line 10, training.stepz",
-            "there is no such setting; known here: trainable, steps",
+            "unknown setting; known here: trainable, steps",
         ),
         (
             changed("output: out", "outputs: out"),
             "line 10, outputs",
-            "there is no such setting; known here: model, data",
+            "unknown setting; known here: model, data",
         ),
         (changed("output: out\n", ""), "recipe.yaml, output", "this setting is missing"),
         (changed("training:\n  steps: 3\n", ""), "recipe.yaml, training", "this setting is missing"),
@@ -153,7 +153,7 @@ def test_the_plain_recipe(tmp_path: Path) -> None:
         (
             changed("  steps: 3", "  steps: 3\n  lora: {rank: 2}"),
             "line 10, training.lora",
-            "has no effect without trainable: lora",
+            "does nothing without trainable: lora",
         ),
         (
             changed("  steps: 3", "  steps: 3\n  trainable: lora\n  lora: {rnk: 2}"),
@@ -168,7 +168,7 @@ def test_the_plain_recipe(tmp_path: Path) -> None:
         (
             changed("chunk_size: 16", "chunksize: 16"),
             "line 4, ttt.chunksize",
-            "no such setting; known here: preset, layers",
+            "unknown setting; known here: preset, layers",
         ),
         (
             changed("chunk_size: 16", "chunk_size: many"),
@@ -211,7 +211,7 @@ def test_the_plain_recipe(tmp_path: Path) -> None:
         (
             changed("output: out", "output: out\ndeepspeed: 4"),
             "line 11, deepspeed",
-            "there is no ZeRO stage 4",
+            "ZeRO stage 4 does not exist",
         ),
         (
             changed("output: out", "output: out\ndeepspeed: zero9.json"),
@@ -307,9 +307,9 @@ def test_overrides(override: str, section: str, name: str, value: Any, tmp_path:
         ("training..steps=3", "write it as section.key=value"),
         ("training.steps=[", "--set training.steps=[: '[' is not a YAML value"),
         ("training.steps=x", "--set, training.steps: must be a whole number"),
-        ("ttt.chunks=1", "--set, ttt.chunks: there is no such setting"),
+        ("ttt.chunks=1", "--set, ttt.chunks: unknown setting"),
         ("ttt.eta=-1", "recipe.yaml line 3, ttt: eta must be a number of at least 0"),
-        ("training.stepz=1", "--set, training.stepz: there is no such setting"),
+        ("training.stepz=1", "--set, training.stepz: unknown setting"),
         (
             "parallel.sequence_parallel_size=2",
             "--set, parallel.sequence_parallel_size: 2 does not divide 1 processes",
@@ -329,14 +329,14 @@ def test_wrong_overrides(override: str, message: str, tmp_path: Path) -> None:
         ("training.ttt_warmup_steps=-5", "training.ttt_warmup_steps: must be at least 0"),
         (
             "training={steps: 1, lr_scheduler: constant, min_lr_ratio: 0.5}",
-            "min_lr_ratio: has no effect with lr_scheduler: constant",
+            "min_lr_ratio: does nothing with lr_scheduler: constant",
         ),
         (
             "audit={profile: null, deviations: [{id: a, why: b}]}",
-            "audit.deviations: have no effect without a profile",
+            "audit.deviations: do nothing without a profile",
         ),
-        ("data={recall: {}, validation: [a.txt]}", "data.validation: has no effect on recall"),
-        ("data={recall: {}, streaming: true}", "data.streaming: has no effect on recall"),
+        ("data={recall: {}, validation: [a.txt]}", "data.validation: does nothing with recall"),
+        ("data={recall: {}, streaming: true}", "data.streaming: does nothing with recall"),
         ("rank: 0", "lora.rank: must be at least 1"),
         ("rank: 100000000", "lora.rank: must be at most 4,096"),
         ("alpha: 0", "lora.alpha: must be above 0"),

@@ -154,11 +154,11 @@ def test_torchrun_on_each_node(tmp_path: Path) -> None:
         ({"launcher": "torchrun", "rdzv_endpoint": "node1"}, r"parallel\.rdzv_endpoint: must be HOST:PORT"),
         (
             {"rdzv_endpoint": "node1:29500"},
-            r"parallel\.rdzv_endpoint: has no effect without launcher: torchrun",
+            r"parallel\.rdzv_endpoint: does nothing without launcher: torchrun",
         ),
         (
             {"launcher": "torchrun", "hostfile": "hosts"},
-            r"parallel\.hostfile: has no effect with launcher: torchrun",
+            r"parallel\.hostfile: does nothing with launcher: torchrun",
         ),
         ({"launcher": "slurm"}, "parallel.launcher"),
     ],

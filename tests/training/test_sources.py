@@ -195,8 +195,8 @@ def bad_inputs(path: Path) -> dict[str, tuple[Any, dict[str, Any], str]]:
         "latin": (path / "latin.txt", {}, r"latin\.txt is not UTF-8 text"),
         "latin among others": (f"{path}/[fl]*.txt", {}, r"/latin\.txt is not UTF-8 text"),
         "ending": (path / "a.xyz", {}, r"ending of .*a\.xyz names no format .*set data\.format"),
-        "missing": (path / "gone.txt", {}, r"data\.train: there is no file or folder .*gone\.txt"),
-        "missing folder": ("./gone", {}, r"there is no file or folder \./gone"),
+        "missing": (path / "gone.txt", {}, r"data\.train: the file or folder .*gone\.txt does not exist"),
+        "missing folder": ("./gone", {}, r"the file or folder \./gone does not exist"),
         "no match": (f"{path}/*.none", {}, r"no file matches the pattern"),
         "empty folder": (path / "empty", {}, r"holds no documents \(0 files"),
         "no such format": (
@@ -207,7 +207,11 @@ def bad_inputs(path: Path) -> dict[str, tuple[Any, dict[str, Any], str]]:
         "empty file": (path / "empty.txt", {}, r"no document to train on .*\(1 empty"),
         "empty records": (path / "empty.jsonl", {}, r"empty\.jsonl holds no records; leave it out"),
         "broken": (path / "broken.jsonl", {}, r"broken\.jsonl cannot be read"),
-        "field": (path / "body.jsonl", {}, r"no field 'text' \(they have 'body'\); set data\.text_field"),
+        "field": (
+            path / "body.jsonl",
+            {},
+            r"lack the field 'text' \(they have 'body'\); set data\.text_field",
+        ),
         "no text": (path / "numbers.jsonl", {}, r"holds int, not text"),
         "foreign tokens": (path / "tokens.jsonl", {}, r"not this model's .*1 to 999999"),
         "null": (path / "null.jsonl", {}, r"null\.jsonl are not lists of whole numbers: \[5, None, 7\]"),
@@ -222,7 +226,7 @@ def bad_inputs(path: Path) -> dict[str, tuple[Any, dict[str, Any], str]]:
         "text beside tokens": (
             path / "tokens.jsonl",
             {"text_field": "text"},
-            r"no field 'text' \(they have 'input_ids'\)",
+            r"lack the field 'text' \(they have 'input_ids'\)",
         ),
         "no parquet": (path / "notparquet.parquet", {}, r"notparquet\.parquet cannot be read"),
         "mixed": (path / "mixed", {}, r"several formats \(1 text, 1 json\); set data\.format"),
@@ -231,7 +235,7 @@ def bad_inputs(path: Path) -> dict[str, tuple[Any, dict[str, Any], str]]:
             {},
             r"nobody/nothing-here is neither a file or folder here nor a dataset .* hub",
         ),
-        "validation": (path / "fine.txt", {"validation": ["./gone"]}, r"data\.validation: there is no file"),
+        "validation": (path / "fine.txt", {"validation": ["./gone"]}, r"data\.validation: the file"),
     }
 
 

@@ -37,7 +37,7 @@ LAYERS: tuple[Item, ...] = (
         "every-layer", "Every TTT layer follows the same rule", "Algorithm 1",
         "One rule for all TTT layers.", "high", "The same.",
         "The other items look at the first TTT layer closely; this one compares the rest with it.",
-        "Find out what replaced the layer that differs.",
+        "Find the code that replaced the layer that differs.",
         None, model.every_layer,
     ),
     Item(

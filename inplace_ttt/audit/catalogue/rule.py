@@ -8,13 +8,13 @@ RULE: tuple[Item, ...] = (
         "writes", "A chunk's write reaches the chunks after it", "§3.1",
         "W⁽ⁱ⁺¹⁾ holds chunk i's delta, and chunk i+1 is read with it.", "high", "The same.",
         "Writes that are switched off by mistake look like careful ones: every other test passes.",
-        "Find what keeps the delta from being read: a flag, a chunk longer than the text, a clip.",
+        "Find the reason why the delta is not read: a flag, a chunk longer than the text, a clip.",
         rule.writes, silent=True,
     ),
     Item(
         "fast-tensor", "The fast weight is the MLP's own down-projection", "§3.1",
         "W_down of a gated MLP is the fast weight, starting from its pretrained values; "
-            "there is no new fast tensor.",
+            "no new fast tensor is added.",
         "high",
         "The same; training computes with it functionally, inference with a copy for each layer.",
         "A separate copy drifts from the weight that the optimizer trains, and doubles its device memory.",
@@ -49,7 +49,7 @@ RULE: tuple[Item, ...] = (
         "exclusive-sum", "The parallel form takes an exclusive prefix sum",
         "§3.4, ΔS_i = Σ_{j<i}; Algorithm 1 lines 9 and 11",
         "S_i sums the deltas of chunks j < i. (Line 9 prints a plain cumulative sum; "
-            "its comment and the text say exclusive.)",
+            "its comment and the text state an exclusive one.)",
         "high",
         "Exclusive: the cumulative sum of [W0, η ΔW …] without the last delta.",
         "An inclusive sum leaks the chunk's future into its outputs: training looks better than it is.",
@@ -61,7 +61,7 @@ RULE: tuple[Item, ...] = (
         "ΔW⁽ⁱ⁾ affects chunks after i only: exposure 0.", "high",
         "0. (An early version of the Moshi port added half of the own delta in training.)",
         "Half a leak is still a leak: the loss falls for a reason that inference does not have.",
-        "Leave out the whole of the chunk's own delta.",
+        "Leave out the chunk's own delta completely.",
         rule.own_chunk_exposure,
     ),
     Item(

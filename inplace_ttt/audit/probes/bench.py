@@ -57,8 +57,8 @@ class Bench(Driver):
         if module.chunk_size < 2 * self.margin + 2:
             raise InPlaceTTTError(
                 f"{module.name} has chunks of {module.chunk_size} tokens and a kernel of {self.kernel}, "
-                "too short to tell edges "
-                f"from the middle; audit it with chunks of at least {2 * self.margin + 2}."
+                "too short to separate edges from the middle; "
+                f"audit it with chunks of at least {2 * self.margin + 2}."
             )
         self.neutral()
         rows = max(module.chunk_size, min(2 * module.chunk_size, module.h))
@@ -157,7 +157,7 @@ class Bench(Driver):
     def yardstick(self, effect: Tensor) -> Tensor:
         """Returns the effect; raises NotChecked if it is zero."""
         if float(torch.linalg.vector_norm(effect)) == 0:
-            raise NotChecked("nothing that is written is ever read, so there is no write to measure")
+            raise NotChecked("no write is ever read, so that none can be measured")
         return effect
 
     def share(self, effect: Tensor) -> float:
@@ -229,8 +229,8 @@ class Bench(Driver):
         """
         if not self.tells_tokens_apart:
             raise NotChecked(
-                f"keys of {self.module.h} numbers do not tell the {self.chunk} tokens of the probe's chunk "
-                "apart"
+                f"keys of {self.module.h} numbers do not separate the {self.chunk} tokens of the probe's "
+                "chunk"
             )
         if (
             self.module.whitening is not None or self.module.ridge is not None

@@ -166,7 +166,7 @@ def _in_precision(whole: WholeModel, dtype: torch.dtype) -> Outcome:
         (name, record, texts), off = many_writes(probed, _MANY)
         errors[name] = probed.errors(record, texts)
         if whole.config.write_norm is None:
-            errors[f"what {_MANY} chunks wrote"] = {
+            errors[f"the writes of {_MANY} chunks"] = {
                 i: value * limit.small_model / limit.state for i, value in off.items()
             }
     # A write norm or a clip bounds the writes, which then stay in range.
@@ -201,7 +201,7 @@ def layer_in_training(bench: Bench, expected: Any) -> Outcome:
     with bench.mode(True):
         off = error(bench.response(x, target), right)
     found = (
-        "training computes what evaluation does"
+        "training computes the same as evaluation"
         if off < TOLERANCE
         else f"training reads something {off:.0%} off"
     )

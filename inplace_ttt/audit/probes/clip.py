@@ -135,7 +135,7 @@ def applied_tau(bench: Bench) -> float | None:
 
 def _alive(sizes: list[float]) -> None:
     if not any(sizes):
-        raise NotChecked("nothing that is written is ever read")
+        raise NotChecked("no write is ever read")
 
 
 def _curve(bench: Bench, training: list[float]) -> dict[str, Any]:

@@ -122,7 +122,7 @@ class Driver:
         if self.module.proj is not None:
             self.module.proj.copy_(proj.to(self.module.proj))
         elif not torch.equal(proj, self.identity()):
-            raise NotChecked("the module has no P")
+            raise NotChecked("the module works without P")
 
     def neutral(self) -> None:
         """Sets V = X, with one tap of 1 and P = 1.

@@ -19,9 +19,7 @@ def writes(bench: Bench, expected: Any) -> Outcome:
     outputs = torch.linalg.vector_norm(bench.run(x, bench.zeros(len(x)))[bench.chunk :])
     size = float(torch.linalg.vector_norm(bench.response(x, target)[bench.chunk :]) / outputs)
     found = (
-        "a chunk's write is read by the next chunk"
-        if size > 0
-        else "nothing that is written is ever read: TTT does nothing"
+        "a chunk's write is read by the next chunk" if size > 0 else "no write is ever read: TTT does nothing"
     )
     return judged(size > 0, found, {"change of the next chunk's outputs, by strong targets": size})
 
@@ -49,7 +47,7 @@ def fast_tensor(bench: Bench, expected: Any) -> Outcome:
     same, new = (module.keys(t).detach().double().cpu() for t in (bench.tiled(chunk), other))
     linear = error(effect, new @ torch.linalg.lstsq(same, bench.unit).solution)
     found = (
-        "the down-projection's own weight is what is read and written"
+        "reads and writes use the down-projection's own weight"
         if max(off, linear) < TOLERANCE
         else (
             "the outputs do not follow the down-projection's weight"
@@ -112,7 +110,7 @@ def apply_then_update(bench: Bench, expected: Any) -> Outcome:
     own = bench.stream_reads.diagonal().abs().max().item()
     if own >= TOLERANCE and abs(own - abs(own_write(bench))) < TOLERANCE:
         raise NotChecked(
-            f"a chunk reads {own:.3g} of its own write in one call too, which is not a matter of streaming"
+            f"a chunk reads {own:.3g} of its own write in one call too, so that streaming is not the cause"
         )
     found = (
         "a chunk is read before it is written"
@@ -200,7 +198,7 @@ def loss_sum(bench: Bench, expected: Any) -> Outcome:
     except NotChecked:
         pass
     if not ratios:
-        raise NotChecked("neither η nor another chunk size is known, so a mean cannot be told from a sum")
+        raise NotChecked("neither η nor another chunk size is known, so that a mean and a sum look alike")
     holds = all(abs(ratio - 1) < TOLERANCE for ratio in ratios)
     found = (
         "each token writes η VᵀZ, whatever the chunk's length"
@@ -242,7 +240,7 @@ def no_normalisation(bench: Bench, expected: Any) -> Outcome:
         else (
             f"a write grows with power {targets:.3g} of its targets"
             if abs(targets - 1) >= TOLERANCE
-            else f"with keys 1.5 times as large, what a key writes is {keys:.3g} of what VᵀZ would be"
+            else f"with keys 1.5 times as large, a key's write is {keys:.3g} of VᵀZ"
         )
     )
     return judged(
@@ -256,7 +254,7 @@ def plain_sum(bench: Bench, expected: Any) -> Outcome:
     A write must not fade, grow, or be corrected by later chunks.
     """
     if bench.module.ridge is not None:
-        return _instead(bench, "deltas add up in two sums, and what is read is the least-squares map of both")
+        return _instead(bench, "deltas add up in two sums, and reads use the least-squares map of both")
     reads = bench.reads
     below = torch.tensor([reads[i, j].item() for i in range(CHUNKS) for j in range(i)])
     spread = (below - 1).abs().max().item()
@@ -289,7 +287,7 @@ def eta(bench: Bench, expected: Any) -> Outcome:
     if bench.module.ridge is not None:
         return Outcome(
             "extension",
-            f"η = {value:.4g} multiplies what a least-squares map answers",
+            f"η = {value:.4g} multiplies the output of a least-squares map",
             {"η": value},
             TOLERANCE,
         )
@@ -310,7 +308,7 @@ def chunk_size(bench: Bench, expected: Any) -> Outcome:
         with bench.module.resized(own) as module:
             measured = measured_chunk(module, own, bench.bank[0])
         if measured is None:
-            raise NotChecked("nothing that is written is ever read")
+            raise NotChecked("no write is ever read")
         found = measured
     low, high = min(expected), max(expected)
     holds = low <= found <= high if len(expected) == 2 else found in expected

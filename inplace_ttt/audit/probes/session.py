@@ -14,7 +14,7 @@ from .streams import refuse_blind_streams
 def take_back(bench: Bench, expected: Any) -> Outcome:
     """Takes back tokens that completed a chunk, and compares with a stream that never read them."""
     if not hasattr(bench.module.stream(), "take_back"):
-        raise NotChecked("the module has no way to take tokens back")
+        raise NotChecked("the module cannot take tokens back")
     chunk, off = bench.chunk, {}
     for name, known in (("from the first chunk", chunk // 2), ("from the second chunk", chunk + chunk // 2)):
         x, target = bench.tiled(known + 3 * chunk), bench.scale * bench.units(known + 3 * chunk)
@@ -39,7 +39,7 @@ def saved_session(bench: Bench, expected: Any) -> Outcome:
     """Continues a stream from data saved in the middle of a chunk, and compares with an uninterrupted one."""
     stream: Any = bench.module.stream()
     if not hasattr(stream, "saved"):
-        raise NotChecked("the module has no way to save a stream")
+        raise NotChecked("the module cannot save a stream")
     refuse_blind_streams(bench)
     chunk = bench.chunk
     known = 2 * chunk + chunk // 2

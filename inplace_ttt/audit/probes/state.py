@@ -180,7 +180,7 @@ def gradient(bench: Bench, expected: Any) -> Outcome:
     found = (
         "the gradient is that of the whole scan"
         if errors[worst] < _GRADIENT
-        else (f"the gradient by {worst} misses {errors[worst]:.0%} of what the outputs do")
+        else (f"the gradient by {worst} misses {errors[worst]:.0%} of the outputs' change")
     )
     return judged(
         errors[worst] < _GRADIENT,

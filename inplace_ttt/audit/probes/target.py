@@ -36,7 +36,7 @@ def conv_depthwise(bench: Bench, expected: Any) -> Outcome:
     inside = torch.linalg.vector_norm(response[:, channel])
     total = torch.linalg.vector_norm(response)
     if total == 0:
-        raise NotChecked("an impulse in the target source has no effect")
+        raise NotChecked("an impulse in the target source changes nothing")
     across = float(((total**2 - inside**2).clamp(min=0)).sqrt() / total)
     found = (
         "each channel has its own kernel"
@@ -157,7 +157,7 @@ def conv_before_projection(bench: Bench, expected: Any) -> Outcome:
 def projection_untransposed(bench: Bench, expected: Any) -> Outcome:
     """Sends a constant source through an asymmetric P, and compares with X P and X Pᵀ."""
     if bench.module.proj is None:
-        return judged(False, "there is no P: the target is the convolution's output", {}, TOLERANCE)
+        return judged(False, "P is missing: the target is the convolution's output", {}, TOLERANCE)
     p = bench.random(bench.module.d, bench.module.d)
     row = bench.scale * bench.units(1)[0]
     taps = torch.zeros(bench.module.d, bench.kernel)
@@ -192,7 +192,7 @@ def _offsets(bench: Bench) -> dict[int, float]:
     with bench.generator_of(_taps(bench), bench.identity()):
         sizes = torch.linalg.vector_norm(bench.written(target), dim=-1)
     if sizes.max() == 0:
-        raise NotChecked("an impulse in the target source has no effect")
+        raise NotChecked("an impulse in the target source changes nothing")
     return {
         at - t: float(size / sizes.max()) for t, size in enumerate(sizes) if size > _VISIBLE * sizes.max()
     }

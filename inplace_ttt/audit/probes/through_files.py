@@ -78,7 +78,7 @@ def through_a_file(whole: WholeModel, expected: Any) -> Outcome:
             wrong += [f"{name} with an η per layer does not give back {what}" for what in changed]
     return judged(
         not wrong,
-        wrong[0] if wrong else "checkpoint, adapter and session restore what was saved",
+        wrong[0] if wrong else "checkpoint, adapter and session restore every saved tensor and output",
         numbers,
         _OFF,
     )

@@ -65,7 +65,7 @@ def check(args: argparse.Namespace) -> None:
     if idle := [name for name in others if getattr(args, name) is not None]:
         with_or_without = "without" if args.serving is None else "with"
         raise InPlaceTTTError(
-            f"--{idle[0].replace('_', '-')} has no effect {with_or_without} --serving; leave it out."
+            f"--{idle[0].replace('_', '-')} does nothing {with_or_without} --serving; leave it out."
         )
     for name, default in mine.items():
         setattr(args, name, default if getattr(args, name) is None else getattr(args, name))

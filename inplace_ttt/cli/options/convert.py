@@ -109,7 +109,7 @@ def chosen_config(args: argparse.Namespace) -> InPlaceTTTConfig:
     for text in args.set:
         if (name := text.partition("=")[0].strip()) in given:
             raise InPlaceTTTError(
-                f"--{name.replace('_', '-')} has no effect beside --set {text}; leave one of the two out."
+                f"--{name.replace('_', '-')} does nothing beside --set {text}; leave one of the two out."
             )
         override(values, text)
     return InPlaceTTTConfig.from_dict(values)

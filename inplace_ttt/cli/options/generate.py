@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def check(args: argparse.Namespace) -> None:
     refuse_without_effect(args, seed=("temperature",), fast_weights_only=("save_state",))
     if args.temperature and not args.max_new_tokens:
-        raise InPlaceTTTError("--temperature has no effect with --max-new-tokens 0; leave it out.")
+        raise InPlaceTTTError("--temperature does nothing with --max-new-tokens 0; leave it out.")
     if args.max_new_tokens == 0 and not args.save_state:
         raise InPlaceTTTError(
             "--max-new-tokens 0 only reads, which is lost without --save-state; add --save-state PATH."
@@ -91,5 +91,5 @@ def check(args: argparse.Namespace) -> None:
         )
     if args.ttt == "off" and (args.save_state or args.load_state):
         raise InPlaceTTTError(
-            "--ttt off writes no state, so that --save-state and --load-state have no effect; drop one."
+            "--ttt off writes no state, so that --save-state and --load-state do nothing; drop one."
         )

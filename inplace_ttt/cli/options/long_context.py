@@ -79,5 +79,5 @@ def check(args: argparse.Namespace) -> None:
     ):
         if given:
             raise InPlaceTTTError(
-                f"{option} has no effect with --write-samples, which runs no model; leave it out."
+                f"{option} does nothing with --write-samples, which runs no model; leave it out."
             )

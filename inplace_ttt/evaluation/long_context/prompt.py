@@ -118,7 +118,7 @@ class Prompter:
     def __init__(self, tokenizer: Any, chat: bool = False) -> None:
         self.tokenizer, self.chat, self._begins = tokenizer, chat, begins_of(tokenizer)
         if chat and not getattr(tokenizer, "chat_template", None):
-            raise InPlaceTTTError("the tokenizer has no chat template; leave --chat out.")
+            raise InPlaceTTTError("the tokenizer lacks a chat template; leave --chat out.")
         probe = "grass 0123456789 abcdef-ABCDEF"
         written = tokenizer.decode(tokenizer(probe).input_ids, skip_special_tokens=True)
         if "".join(written.split()) != "".join(probe.split()):

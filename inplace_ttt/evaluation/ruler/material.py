@@ -156,8 +156,8 @@ def read_questions(path: str) -> QuestionBook:
             or not question.documents
         ):
             raise InPlaceTTTError(
-                f"{path} has no answer or no document for the question {question.question!r}; give both or "
-                "leave it out."
+                f"{path} lacks an answer or a document for the question {question.question!r}; give both "
+                "or leave it out."
             )
     if not questions:
         raise InPlaceTTTError(f"{path} holds no questions.")

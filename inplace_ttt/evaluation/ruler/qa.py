@@ -29,7 +29,7 @@ def puzzle(number: int, random: Random, material: Material, length: int, index: 
     book = material.questions[number]
     if index >= len(book.questions):
         raise InPlaceTTTError(
-            f"{book.name} has {len(book.questions)} questions, --samples asks for more; lower it."
+            f"{book.name} has {len(book.questions)} questions, --samples is above that; lower it."
         )
     question = book.questions[index]
     own, related = set(question.documents), set(question.related)
@@ -38,8 +38,8 @@ def puzzle(number: int, random: Random, material: Material, length: int, index: 
     others = random.sample(beside, len(beside)) + random.sample(unrelated, len(unrelated))
     if not others:
         raise InPlaceTTTError(
-            f"{book.name} has no document but those of question {index + 1} to hide them among; give more "
-            "questions."
+            f"{book.name} holds only the documents of question {index + 1}, which must be hidden among "
+            "others; give more questions."
         )
     lengths = [len(text.split()) for text in others]
     order = random.random()

@@ -52,7 +52,7 @@ def mixed(
     totals = [int(lengths[order].sum()) for order in orders]
     if not all(totals):
         raise InPlaceTTTError(
-            f"entry {totals.index(0) + 1} of data.train has no document to train on, though data.weights "
+            f"entry {totals.index(0) + 1} of data.train lacks a document to train on, though data.weights "
             "gives it a share; remove both."
         )
     needed = max(total / weight for total, weight in zip(totals, weights, strict=True)) * sum(weights)

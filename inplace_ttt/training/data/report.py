@@ -107,8 +107,8 @@ def make_report(
     where = ", ".join(source.name for source in sources) or "the recall task"
     if not counts.tokens:
         raise InPlaceTTTError(
-            f"there is no document to train on in {where} ({tally.empty} empty, {tally.repeated} held out "
-            "for validation)."
+            f"{where} leaves no document to train on ({tally.empty} empty, {tally.repeated} held out for "
+            "validation)."
         )
     longest = max(counts.chunks)
     if not counts.long_tokens:

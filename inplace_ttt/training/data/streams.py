@@ -222,7 +222,7 @@ class Documents:
                 yield before, number, document
             elif self.weights and not before[number].documents:
                 raise InPlaceTTTError(
-                    f"{readers[number].source.name} has no document to train on, though data.weights gives "
+                    f"{readers[number].source.name} lacks a document to train on, though data.weights gives "
                     "it a share; remove both."
                 )
 

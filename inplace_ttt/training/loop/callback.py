@@ -183,7 +183,7 @@ class InPlaceTTTCallback(TrainerCallback):
         given = [name for name in _OF_GROUPS if getattr(self, name) is not None]
         if given and not {name.partition("_")[0] for name in given} <= groups:
             raise InPlaceTTTError(
-                f"{given[0]} has no effect, since the trainer made its optimizer without it; call "
+                f"{given[0]} does nothing, since the trainer made its optimizer without it; call "
                 "attach(trainer) before train(), and "
                 "let neither a create_optimizer of the trainer's own nor a DeepSpeed config make the "
                 "optimizer."

@@ -125,8 +125,8 @@ class FirstStep(TrainerCallback):
                     )
             if names and not any(norms[name] for name in names) and eta > 0:
                 self.warnings.append(
-                    f"layer {index}: conv and P got a zero gradient at the first step; was no row longer "
-                    "than a chunk, or are both zero?"
+                    f"layer {index}: conv and P got a zero gradient at the first step; is every row at "
+                    "most a chunk long, or are both zero?"
                 )
                 logger.warning(self.warnings[-1])
 

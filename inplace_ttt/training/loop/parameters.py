@@ -81,8 +81,8 @@ def refuse_without_effect(ttt: dict[str, list[nn.Parameter]], **settings: float 
     for name, value in settings.items():
         group = name.partition("_")[0]
         if value is not None and not ttt[group]:
-            missing = {"conv": "convolution that learns", "proj": "P that learns"}[group]
-            raise InPlaceTTTError(f"{name} has no effect, since this model has no {missing}; leave it out.")
+            missing = {"conv": "a convolution that learns", "proj": "a P that learns"}[group]
+            raise InPlaceTTTError(f"{name} does nothing, since this model lacks {missing}; leave it out.")
 
 
 def group_settings(settings: Training, group: str) -> tuple[float, float]:

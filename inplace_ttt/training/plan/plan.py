@@ -208,7 +208,7 @@ def _will_not_train(recipe: Recipe, ttt: InPlaceTTTConfig, text: PreTrainedConfi
     etas = [ttt.eta_of(position) for position in range(len(layers))]
     if chunk >= length:
         found.append(
-            f"A chunk of {chunk} tokens is no shorter than a row of {length}: no write is ever read, and "
+            f"A chunk of {chunk} tokens is at least as long as a row of {length}: no write is ever read, and "
             "conv and P learn nothing; "
             f"lower ttt.chunk_size below {length}, best to {max(length // 8, 1)} or less."
         )
@@ -235,7 +235,7 @@ def _will_not_train(recipe: Recipe, ttt: InPlaceTTTConfig, text: PreTrainedConfi
         value = getattr(o, name)
         if value and value >= recipe.steps:
             found.append(
-                f"The warm-up training.{name} of {value} steps is no shorter than the run of "
+                f"The warm-up training.{name} of {value} steps is at least as long as the run of "
                 f"{recipe.steps}; lower it."
             )
     return [*found, *without_effect(recipe.deepspeed_settings), *sharing_problems(recipe, chunk, text)]

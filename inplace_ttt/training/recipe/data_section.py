@@ -130,7 +130,7 @@ class Data:
 
     def __post_init__(self) -> None:
         for name in ("repeated_passages", "synthetic_facts", "validation", "streaming"):
-            require(not getattr(self, name) or self.recall is None, name, "has no effect on recall")
+            require(not getattr(self, name) or self.recall is None, name, "does nothing with recall")
         rows = sum(
             practice.fraction
             for practice in (self.repeated_passages, self.synthetic_facts)
@@ -153,10 +153,10 @@ class Data:
             "train",
             "name at least one file, folder, pattern or hub dataset",
         )
-        require(not (self.train and self.recall), "recall", "has no effect beside train")
+        require(not (self.train and self.recall), "recall", "does nothing beside train")
         if self.weights:
             named, given = len(self.train), len(self.weights)
-            require(named > 1, "weights", "has no effect on fewer than two entries of train")
+            require(named > 1, "weights", "does nothing with fewer than two entries of train")
             require(
                 given == named,
                 "weights",
@@ -169,7 +169,7 @@ class Data:
             )
         at_least(1, self, "processes")
         at_most(1024, self, "processes")
-        require(self.processes is None or not self.streaming, "processes", "has no effect on streaming")
+        require(self.processes is None or not self.streaming, "processes", "does nothing with streaming")
         at_least(2, self, "sequence_length")
         at_most(_MOST_TOKENS, self, "sequence_length")
         at_least(0, self, "validation_documents", "seed")
@@ -177,7 +177,7 @@ class Data:
         require(
             not (self.validation and self.validation_documents),
             "validation_documents",
-            "has no effect beside validation",
+            "does nothing beside validation",
         )
 
     @property

@@ -59,7 +59,7 @@ class Recipe:
             require(
                 0 <= self.deepspeed <= 3,
                 "deepspeed",
-                f"there is no ZeRO stage {self.deepspeed}; use 0 to 3, a file, or settings",
+                f"ZeRO stage {self.deepspeed} does not exist; use 0 to 3, a file, or settings",
             )
         require(
             bool(self.model.tokenizer_path) or self.data.recall is not None,

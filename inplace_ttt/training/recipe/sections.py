@@ -64,7 +64,7 @@ class Model:
 
     def __post_init__(self) -> None:
         require(
-            self.load_in is None or self.path is not None, "load_in", "has no effect on a model from scratch"
+            self.load_in is None or self.path is not None, "load_in", "does nothing with a model from scratch"
         )
         require(
             (self.path is None) != (self.config is None),
@@ -83,7 +83,7 @@ class Model:
         require(
             self.window is None or self.attn_implementation == "sdpa",
             "window",
-            f"has no effect with {self.attn_implementation} attention",
+            f"does nothing with {self.attn_implementation} attention",
         )
 
     @property
@@ -204,15 +204,13 @@ class Training:
         )
         require(0 <= self.min_lr_ratio <= 1, "min_lr_ratio", "must be from 0 to 1")
         unused = self.lr_scheduler == "constant" and self.min_lr_ratio != Training.min_lr_ratio
-        require(not unused, "min_lr_ratio", "has no effect with lr_scheduler: constant")
+        require(not unused, "min_lr_ratio", "does nothing with lr_scheduler: constant")
         require(
             len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas),
             "betas",
             "must be two numbers from 0 up to 1",
         )
-        require(
-            self.lora is None or self.trainable == "lora", "lora", "has no effect without trainable: lora"
-        )
+        require(self.lora is None or self.trainable == "lora", "lora", "does nothing without trainable: lora")
 
 
 @dataclass(frozen=True)
@@ -242,11 +240,11 @@ class Parallel:
 
     def __post_init__(self) -> None:
         by_torchrun = self.launcher == "torchrun"
-        require(not by_torchrun or self.hostfile is None, "hostfile", "has no effect with launcher: torchrun")
+        require(not by_torchrun or self.hostfile is None, "hostfile", "does nothing with launcher: torchrun")
         require(
             by_torchrun or self.rdzv_endpoint is None,
             "rdzv_endpoint",
-            "has no effect without launcher: torchrun",
+            "does nothing without launcher: torchrun",
         )
         require(
             self.rdzv_endpoint is None or re.fullmatch(r"\S+:\d{1,5}", self.rdzv_endpoint) is not None,
@@ -338,6 +336,4 @@ class Audit:
     deviations: list[Deviation] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        require(
-            self.profile is not None or not self.deviations, "deviations", "have no effect without a profile"
-        )
+        require(self.profile is not None or not self.deviations, "deviations", "do nothing without a profile")

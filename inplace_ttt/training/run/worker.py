@@ -286,7 +286,7 @@ def read_tokenizer(recipe: Recipe, model: PreTrainedModel) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise InPlaceTTTError(f"{path} has no tokenizer ({one_line(error)}); set model.tokenizer.") from None
+        raise InPlaceTTTError(f"{path} lacks a tokenizer ({one_line(error)}); set model.tokenizer.") from None
     require_known_ids(tokenizer, model, path)
     return tokenizer
 
