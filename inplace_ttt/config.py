@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
@@ -285,6 +286,10 @@ class InPlaceTTTConfig:
         """
         width = h if self.whitening is None else self.whitening.directions(d, h)
         return self.rule.state_rows(d, width), width
+
+    def state_bytes(self, sizes: Iterable[tuple[int, int]]) -> int:
+        """Returns the bytes of one sequence's float32 states, over layers with these (d, h)."""
+        return 4 * sum(math.prod(self.state_shape(d, h)) for d, h in sizes)
 
     @property
     def wanting_whole_input(self) -> list[str]:

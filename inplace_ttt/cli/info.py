@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 from typing import Any
 
 from ..checkpoint.layer_tensors import parameters_of
@@ -30,7 +29,7 @@ def run(args: argparse.Namespace) -> Result:
         "new_parameters": parameters_of(tensors),
         "measured": sum(tensor.numel() for pair in tensors.values() for tensor in pair.values())
         - parameters_of(tensors),
-        "state_bytes_per_sequence": 4 * sum(math.prod(config.state_shape(d, h)) for d, h in sizes),
+        "state_bytes_per_sequence": config.state_bytes(sizes),
     }, 0
 
 

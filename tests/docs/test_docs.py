@@ -33,7 +33,7 @@ from inplace_ttt.families import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-SLOW = {"audit.md", "diagnostics.md", "evaluate.md", "tutorial.md"}
+SLOW = {"audit.md", "choose.md", "diagnostics.md", "evaluate.md", "tutorial.md"}
 """Pages that take most of the time; they audit, diagnose and evaluate, which other tests of the gate do
 too."""
 IN_A_SHELL = {"README.md", "install.md", "tutorial.md"}
