@@ -65,8 +65,6 @@ class MemoryEndpoints:
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
         assert engine_client is not None
         state.ttt_memories = memories_of(engine_client)
-        config = ttt_config(engine_client.vllm_config)
-        state.ttt_only_reads = config is not None and config.target == "gradient"
 
 
 def memories_of(engine: EngineClient) -> Memories | InPlaceTTTError:
@@ -84,8 +82,11 @@ def memories_of(engine: EngineClient) -> Memories | InPlaceTTTError:
             raise InPlaceTTTError(
                 "memories need --no-async-scheduling; otherwise a memory may have read a token too many."
             )
+        ttt = ttt_config(config)
         return Memories(
-            engine, from_values(MemorySettings, (config.additional_config or {}).get(SETTINGS, {}), SETTINGS)
+            engine,
+            from_values(MemorySettings, (config.additional_config or {}).get(SETTINGS, {}), SETTINGS),
+            only_reads=ttt is not None and ttt.target == "gradient",
         )
     except InPlaceTTTError as error:
         _LOG.warning("In-Place TTT: no memories over HTTP: %s", error)
@@ -208,12 +209,6 @@ class RequestsWithMemory:
                         400,
                     )
                 asked = Asked.of(values)
-                if asked.memory is not None and not asked.freeze and scope["app"].state.ttt_only_reads:
-                    raise Refused(
-                        "this model writes by loss gradients, which vLLM cannot compute; read the text by "
-                        "Session, upload its file to /v1/memories/NAME/file, and set freeze.",
-                        400,
-                    )
                 if asked.memory is not None:
                     memories = _memories(scope["app"])
                     turn = await memories.begin(user_of(Headers(scope=scope)), asked.memory, asked.freeze)

@@ -69,12 +69,14 @@ class Memories:
 
     Args:
         engine: the engine whose workers hold the snapshots.
+        only_reads: the engine cannot write fast weights, because they are loss gradients.
 
     Raises:
         InPlaceTTTError: if the folder is not writable.
     """
 
-    def __init__(self, engine: Engine, settings: MemorySettings) -> None:
+    def __init__(self, engine: Engine, settings: MemorySettings, only_reads: bool = False) -> None:
+        self.only_reads = only_reads
         self.engine, self.settings, self.folder = engine, settings, Path(settings.folder).resolve()
         check_writable(self.folder)
         # files that `export` wrote before the server was killed
@@ -122,8 +124,14 @@ class Memories:
             freeze: the request only reads the memory.
 
         Raises:
-            Refused: if a frozen request's memory does not exist, or a new one cannot be made.
+            Refused: if a frozen request's memory does not exist, or a new one cannot be made or written.
         """
+        if self.only_reads and not freeze:
+            raise Refused(
+                "this model writes by loss gradients, which vLLM cannot compute; read the text by Session, "
+                "upload its file to /v1/memories/NAME/file, and set freeze.",
+                400,
+            )
         memory = self.find(user, name) if freeze else await self._own(user, name)
         try:
             start = await (self._woken(memory) if freeze else self._wake(memory))
