@@ -288,7 +288,18 @@ class InPlaceTTTConfig:
         return self.rule.state_rows(d, width), width
 
     def state_bytes(self, sizes: Iterable[tuple[int, int]]) -> int:
-        """Returns the bytes of one sequence's float32 states, over layers with these (d, h)."""
+        """Computes the bytes of one sequence's states in float32.
+
+        Args:
+            sizes: output and input features (d, h) of each TTT layer's down-projection.
+
+        Returns:
+            The bytes of all layers.
+
+        Examples:
+            >>> InPlaceTTTConfig().state_bytes([(576, 1536)] * 5)
+            17694720
+        """
         return 4 * sum(math.prod(self.state_shape(d, h)) for d, h in sizes)
 
     @property

@@ -117,7 +117,7 @@ class Report:
         ...         return x @ self.fast_weight.mT
         >>> report = audit_module(Frozen())
         >>> report["writes"].outcome.found
-        'nothing that is written is ever read: TTT does nothing'
+        'no write is ever read: TTT does nothing'
     """
 
     subject: str
