@@ -338,9 +338,10 @@ def draw(record: Record, file: Path) -> None:
         axes.set_yscale("symlog", linthresh=0.1)
         axes.set(
             xlabel="position in the document (tokens)",
-            ylabel="nats a token",
-            title=f"{title}, behind the window, seed 0",
+            ylabel="nats per token",
+            title=title,
         )
+    figure.suptitle("Behind the window, seed 0")
     figure.legend(*panels[0].get_legend_handles_labels(), frameon=False, loc="outside lower center", ncols=3)
     figure.savefig(file, dpi=130)
 
