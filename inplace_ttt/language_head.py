@@ -55,7 +55,7 @@ def head_logits(model: nn.Module, read: Any, hidden: Tensor, ids: Tensor) -> Ten
 def loss_gradient(lm: nn.Module, read: Any, ids: Tensor) -> Tensor:
     """Returns the gradient of the rows' summed loss at the base model's output.
 
-    It is computed for a few hundred tokens at a time. The last token of a row has no loss.
+    It is computed for a few hundred tokens at a time. Nothing follows a row's last token, which is left out.
 
     Args:
         lm: a causal LM.

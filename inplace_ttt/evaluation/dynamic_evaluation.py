@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
-from ..attention_window import attention_window, window_cache
+from ..attention_window import attention_window
 from ..families import CACHE, features
 from ..layer.overrides import overriding
 from ..surgery import config_of, disable_ttt, fast_weights
 from .comparison import Comparison, DocumentLosses, lenders
 from .protocol import Protocol, progress_bar
-from .token_losses import Progress
+from .token_losses import Progress, reading_cache
 
 
 def dynamic_evaluation(
@@ -120,11 +120,7 @@ def descent_losses(
     """
     rows, chunk, found = rows.to(model.device), config_of(model).chunk_size, []
     window, sinks = protocol.window, protocol.sinks
-    cache = (
-        DynamicCache(config=model.config.get_text_config())
-        if window is None
-        else window_cache(model, window, sinks)
-    )
+    cache = reading_cache(model, window, sinks)
     with (
         disable_ttt(model),
         attention_window(model, window, sinks),

@@ -13,15 +13,16 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
-from ..attention_window import attention_window, window_cache
+from ..attention_window import attention_window
 from ..errors import InPlaceTTTError
 from ..families import CACHE
 from ..layer.cache import only_written
 from ..surgery import config_of, disable_ttt
 from ..tasks.facts import Encode, Question, apart
 from .protocol import Protocol
+from .token_losses import reading_cache
 
 _ROWS = 32
 """Number of options that are read in one batch."""
@@ -208,9 +209,8 @@ class Reader:
             yield
 
     def _empty(self) -> Cache:
-        if self.protocol.window is None or self.name == "full":
-            return DynamicCache(config=self.model.config.get_text_config())
-        return window_cache(self.model, self.protocol.window, self.protocol.sinks)
+        window = None if self.name == "full" else self.protocol.window
+        return reading_cache(self.model, window, self.protocol.sinks)
 
 
 class Retrieval(Reader):

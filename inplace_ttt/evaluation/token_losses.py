@@ -28,6 +28,13 @@ Progress = Callable[[int], Any]
 """Called with the number of tokens that were read."""
 
 
+def reading_cache(model: PreTrainedModel, window: int | None, sinks: int) -> Cache:
+    """Returns an empty cache for reading with an attention window, or with the model's own attention."""
+    if window is None:
+        return DynamicCache(config=model.config.get_text_config())
+    return window_cache(model, window, sinks)
+
+
 @torch.no_grad()
 def token_losses(
     model: PreTrainedModel,
@@ -62,11 +69,7 @@ def token_losses(
         InPlaceTTTError: if a loss is NaN or infinite.
     """
     rows = rows.to(model.device)
-    cache = (
-        DynamicCache(config=model.config.get_text_config())
-        if window is None
-        else window_cache(model, window, sinks)
-    )
+    cache = reading_cache(model, window, sinks)
     base, found = locate(causal_lm(model)).base, []
     with attention_window(model, window, sinks), with_config(fast_weights(model).values(), prompt_write=None):
         for start in range(0, rows.shape[1], piece):

@@ -98,7 +98,7 @@ class Batch(LogitsProcessor):
         return known.settings, start
 
     def keep(self, name: str) -> Snapshot | None:
-        """Returns the snapshot of the request with this `keep`, once; None if there is no such request."""
+        """Returns the snapshot of the request with this `keep`, once; None if such a request is unknown."""
         for row in self._keeping(name):
             if row.slot is not None:
                 row.settings = replace(row.settings, keep=None)

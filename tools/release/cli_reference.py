@@ -106,7 +106,7 @@ def row(action: argparse.Action) -> list[str]:
 
 
 def value(action: argparse.Action) -> str:
-    """Returns the placeholder or the choices of an argument's value."""
+    """Returns the metavar or the choices of an argument's value."""
     if action.nargs == argparse.REMAINDER:
         return "…"
     choices = action.choices and "{" + ",".join(map(str, action.choices)) + "}"

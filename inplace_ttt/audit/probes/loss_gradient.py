@@ -35,9 +35,8 @@ from ..limits import STEPS
 from ..outcome import TOLERANCE, NotChecked, Outcome, judged
 from ..whole_model import WholeModel
 from .bench import largest_difference
+from .circumstances import NARROW
 from .twin import twin
-
-_NARROW = 32
 
 
 def probe_of(item: Item) -> Probe:
@@ -122,7 +121,7 @@ def _on_small_model(scene: Scene, found: str) -> Probe:
 
     def probe(whole: WholeModel, expected: Any) -> Outcome:
         _require_lawful(whole)
-        with twin(whole.config, width=_NARROW) as model, Probed.of(model.double(), whole.seed) as probed:
+        with twin(whole.config, width=NARROW) as model, Probed.of(model.double(), whole.seed) as probed:
             return _of_scene(scene, probed, found)
 
     return probe
@@ -145,7 +144,7 @@ def precisions(whole: WholeModel, expected: Any) -> Outcome:
     _require_lawful(whole)
     errors = {}
     for dtype in STEPS:
-        with twin(whole.config, width=_NARROW) as model, Probed.of(model.to(dtype), whole.seed) as probed:
+        with twin(whole.config, width=NARROW) as model, Probed.of(model.to(dtype), whole.seed) as probed:
             for name, error in many_chunks(probed):
                 # relative to the limit of this precision
                 errors[f"{str(dtype).removeprefix('torch.')}, {name}"] = error / STEPS[dtype]
@@ -173,7 +172,7 @@ def trained(whole: WholeModel) -> Trained:
     """Trains a small model on a row, and compares it with autograd through plain steps, targets constant."""
     _require_lawful(whole)
     config = dataclasses.replace(whole.config, steps_per_chunk=1)  # more steps refuse training
-    with twin(config, width=_NARROW) as model, Probed.of(model.double(), whole.seed) as probed:
+    with twin(config, width=NARROW) as model, Probed.of(model.double(), whole.seed) as probed:
         ids = probed.ids(1, 3 * probed.chunk + 5)
         with overriding(model.modules(), training=True), torch.enable_grad():
             rule = GradientRule(model, probed.config, training=True)
