@@ -18,17 +18,39 @@ from ..errors import InPlaceTTTError
 from ..files.folders import new_folder
 from ..files.manifest import CHECKPOINT, refuse_to_replace
 from . import Result
+from .export_session import export_session
+from .export_session import render as render_session
 from .hub import push, pushed, require_token
 from .loading import load_with_tokenizer
 
 
 def run(args: argparse.Namespace) -> Result:
+    of_session = args.format in ("plain", "lora")
+    if of_session and args.session is None:
+        raise InPlaceTTTError(
+            f"--format {args.format} holds what a session has read; name it with --session."
+        )
+    for option, formats in (("session", ("plain", "lora")), ("text", ("plain", "lora")), ("rank", ("lora",))):
+        if getattr(args, option) is not None and args.format not in formats:
+            raise InPlaceTTTError(
+                f"--{option} does nothing with --format {args.format}; leave it out, or choose "
+                f"--format {' or '.join(formats)}."
+            )
     found = open_model(args.path, args.base)
     require_token(args)
     refuse_to_replace(args.out, CHECKPOINT, args.overwrite, [args.path, args.base])
-    write = _merged if args.format == "full" and isinstance(found, Lora) else _WRITERS[args.format]
-    write(args, found)
-    return {"output": str(args.out), "format": args.format, "pushed": push(Path(args.out), args.push)}, 0
+    about = {}
+    if of_session:
+        about = {"session": export_session(args, found, _output(args))}
+    else:
+        write = _merged if args.format == "full" and isinstance(found, Lora) else _WRITERS[args.format]
+        write(args, found)
+    return {
+        "output": str(args.out),
+        "format": args.format,
+        **about,
+        "pushed": push(Path(args.out), args.push),
+    }, 0
 
 
 def _output(args: argparse.Namespace) -> AbstractContextManager[Path]:
@@ -37,7 +59,8 @@ def _output(args: argparse.Namespace) -> AbstractContextManager[Path]:
 
 
 def render(result: dict[str, Any]) -> str:
-    return "\n".join([f"wrote {result['output']} ({result['format']})", *pushed(result)])
+    session = render_session(result["session"]) if "session" in result else []
+    return "\n".join([f"wrote {result['output']} ({result['format']})", *session, *pushed(result)])
 
 
 def _official(args: argparse.Namespace, found: Opened) -> None:

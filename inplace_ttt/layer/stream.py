@@ -111,6 +111,11 @@ class FastWeightStream:
         """True before the first token. A stream for another batch may then replace this one."""
         return not any(self.tokens) and not self._abandoned
 
+    def read_matrix(self, row: int, layer: StreamedLayer) -> Tensor:
+        """Returns η times the matrix [d, r] that a row's keys are multiplied by, after the first write."""
+        assert self._state is not None
+        return layer.readout(self._state.value[row]) * layer.eta
+
     @torch.no_grad()
     def advance(
         self,

@@ -14,15 +14,21 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..checkpoint.fingerprint import fingerprint_of
+from ..checkpoint.to_adapter import unchanged_base
 from ..errors import InPlaceTTTError, shown
 from ..families import CACHE
+from ..files.folders import new_folder
+from ..files.manifest import CHECKPOINT
 from ..layer.cache import CarriesFastWeight, attach, only_written, plain_class, stop_recording, streams
 from ..layer.forward_context import reading_text
 from ..layer.prompt_stream import stream_class
 from ..surgery import config_of, fast_weights
 from . import file as session_file
 from .check import check_header, check_session
+from .lora import RANK, write_lora
+from .plain_model import bake
 from .prompt import write_prompt
+from .weight_change import WeightChange, low_rank, weight_changes
 
 _READ_AT_ONCE = 1024
 _GOES_ON_AS_ONE = {
@@ -74,6 +80,11 @@ class Session:
     def chunks_written(self) -> int:
         """The number of chunks written so far, over all sequences. Each TTT layer writes every chunk."""
         return max((sum(stream.written) for stream in streams(self.cache).values()), default=0)
+
+    @property
+    def unwritten(self) -> int:
+        """The most tokens that a sequence holds in an unfinished chunk, so that they are not written yet."""
+        return max((max(stream.filled, default=0) for stream in streams(self.cache).values()), default=0)
 
     @property
     def state_bytes(self) -> int:
@@ -314,6 +325,89 @@ class Session:
         fresh = Session(self.model)
         only_written(self.cache, fresh.cache)
         return fresh
+
+    def weight_changes(self, row: int = 0) -> dict[int, WeightChange]:
+        """Returns the change of each TTT layer's W0 by the chunks written so far (paper Eq. (1): W0 + ηS).
+
+        Args:
+            row: which sequence of the session.
+
+        Returns:
+            The changes by layer.
+
+        Raises:
+            InPlaceTTTError: if the session has written nothing, or lacks that row.
+
+        Examples:
+            >>> change = session.weight_changes()[0]
+            >>> change.matrix().shape, change.is_linear
+            (torch.Size([64, 128]), True)
+        """
+        return weight_changes(self.model, self.cache, row)
+
+    def bake(self, row: int = 0) -> PreTrainedModel:
+        """Makes a plain model whose down-projections hold what the session has written: W0 + ηS.
+
+        The model needs no `inplace_ttt` and writes nothing. It shares all other weights with the session's
+        model. Tokens of an unfinished chunk are not in it.
+
+        Args:
+            row: which sequence of the session.
+
+        Returns:
+            The plain model, in the base's class.
+
+        Raises:
+            InPlaceTTTError: if the session has written nothing, reads are not linear in the layer's input, or
+                a down-projection is quantized or wrapped.
+
+        Examples:
+            >>> plain = session.bake()
+            >>> type(plain).__name__
+            'LlamaForCausalLM'
+            >>> plain.save_pretrained("plain")
+        """
+        return bake(self.model, self.weight_changes(row))
+
+    def to_lora(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        rank: int = RANK,
+        row: int = 0,
+        base: str | None = None,
+        overwrite: bool = False,
+    ) -> dict[int, float]:
+        """Writes what the session has written as a LoRA adapter of its base, for PEFT, vLLM and others.
+
+        Each layer's change of W0 is cut to its best approximation of the given rank.
+
+        Args:
+            path: adapter folder to write.
+            rank: rank of each layer's B A, at most the model's width.
+            row: which sequence of the session.
+            base: folder or hub id of the base (default: the place that the model was loaded from).
+            overwrite: replace an earlier output.
+
+        Returns:
+            Layer -> the share of ‖ΔW‖ (Frobenius) that the rank leaves out.
+
+        Raises:
+            InPlaceTTTError: as `bake` does. Also if a weight of the model differs from the base's, the base
+                is unknown, or `path` may not be replaced.
+
+        Examples:
+            >>> lost = session.to_lora("small-lora", rank=32, base="small-base")
+            >>> max(lost.values()) < 0.01
+            True
+        """
+        known = unchanged_base(self.model, base, "use bake")
+        factors = {
+            index: low_rank(change.matrix(), rank) for index, change in self.weight_changes(row).items()
+        }
+        with new_folder(path, CHECKPOINT, overwrite=overwrite, sources=[known["name_or_path"]]) as folder:
+            write_lora(folder, self.model, factors, known)
+        return {index: factor.lost for index, factor in factors.items()}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the session to one safetensors file, replacing it in one step.

@@ -1,0 +1,135 @@
+"""A session as a weight: the plain model and the LoRA answer as the session does."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import build
+from models import NAMES, RIDGE, converted, distance, logits, random_ids
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, KeyWhitening, PromptWrite, Session, calibrate, cli, convert
+from inplace_ttt.families import CACHE
+from inplace_ttt.session.weight_change import low_rank
+from inplace_ttt.surgery import fast_weights
+
+CHUNK, NEW = 128, 100
+RULES: dict[str, dict[str, Any]] = {
+    "sum": {},
+    "gradient": {"target": "gradient", "eta": 0.3},
+    "ridge on plain keys": {"update_rule": "ridge", "ridge": 0.5, "eta": 10.0},
+    "linear whitened keys": {"whitening": KeyWhitening(0.75), "eta": 3.0},
+    "row norms": {"preserve_row_norms": True},
+    "one write per prompt": {"conv": "next", "prompt_write": PromptWrite(eta=0.3, cap=0.5)},
+}
+
+
+def read_once(name: str, rule: str) -> Session:
+    """A session in float64 that has written two chunks (or one prompt) and holds no unfinished one."""
+    model = converted(name, torch.float64, chunk_size=CHUNK, **RULES[rule]).eval()
+    for layer in fast_weights(model).values():
+        if layer.ttt.keys is not None:
+            layer.ttt.keys.centre.zero_()
+    session = Session(model)
+    ids = random_ids(1, 2 * CHUNK)
+    session.write_prompt(ids) if rule == "one write per prompt" else session.read(ids)
+    return session
+
+
+@torch.no_grad()
+def after(session: Session, ids: Tensor) -> Tensor:
+    """Logits of a text that the session reads without its KV cache."""
+    cache = session.drop_kv_cache().cache
+    return session.model(ids, **{CACHE: cache}, use_cache=True).logits
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "gpt_neox", "qwen3"])
+def test_plain_model_and_lora_answer_as_the_session(name: str, rule: str, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    session = read_once(name, rule)
+    text = random_ids(1, 20, seed=3)
+    expected = after(session, text)
+    plain = session.bake()
+    assert type(plain) is type(build(name)) and not any(".ttt." in key for key in plain.state_dict())
+    assert distance(logits(plain, text), expected) < 1e-9
+    assert distance(logits(plain, text), logits(build(name, dtype=torch.float64).eval(), text)) > 1e-3
+
+    base = build(name, dtype=torch.float64).eval()
+    base.save_pretrained(tmp_path / "base")
+    lost = session.to_lora(tmp_path / "lora", rank=32, base=str(tmp_path / "base"))
+    assert max(lost.values()) < 1e-7  # of width 32
+    adapted = PeftModel.from_pretrained(base, tmp_path / "lora").eval()
+    assert distance(logits(adapted, text), expected) < 1e-5  # the adapter is float32
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3"])
+def test_generates_the_same_tokens(name: str) -> None:
+    session = read_once(name, "sum")
+    prompt = random_ids(1, 8, seed=4)
+    how: dict[str, Any] = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
+    plain = session.bake()
+    expected = session.drop_kv_cache().generate(prompt, **how)
+    assert plain.generate(prompt, **how)[:, 8:].equal(expected)
+
+
+def test_a_row_of_a_batch() -> None:
+    model = converted("llama", torch.float64, chunk_size=16)
+    session = Session(model)
+    ids = random_ids(2, 32)
+    session.read(ids)
+    alone = Session(model)
+    alone.read(ids[1:])
+    for index, change in session.weight_changes(1).items():
+        assert distance(change.matrix(), alone.weight_changes()[index].matrix()) < 1e-12
+    with pytest.raises(InPlaceTTTError, match="rows 0 to 1, not row 2"):
+        session.bake(2)
+
+
+def test_tensors_are_shared_and_the_model_is_left_alone() -> None:
+    session = read_once("llama", "sum")
+    before = {key: value.clone() for key, value in session.model.state_dict().items()}
+    plain = session.bake()
+    ours, theirs = dict(session.model.named_parameters()), dict(plain.named_parameters())
+    changed = {key for key in theirs if theirs[key].data_ptr() != ours[key].data_ptr()}
+    assert changed == {f"model.layers.{layer}.mlp.down_proj.weight" for layer in (0, 2)}
+    assert all(value.equal(before[key]) for key, value in session.model.state_dict().items())
+    assert fast_weights(session.model)
+
+
+def test_the_best_matrix_of_its_rank() -> None:
+    matrix = torch.randn(12, 30, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    values = torch.linalg.svdvals(matrix)
+    for rank in (1, 5, 12, 99):
+        found = low_rank(matrix, rank)
+        lost = torch.linalg.vector_norm(matrix - found.b @ found.a) / torch.linalg.vector_norm(matrix)
+        best = torch.linalg.vector_norm(values[rank:]) / torch.linalg.vector_norm(values)
+        assert found.a.shape == (min(rank, 12), 30)
+        assert abs(float(lost) - found.lost) < 1e-7 and abs(float(lost - best)) < 1e-7
+
+
+def test_refuses_what_is_no_weight() -> None:
+    unread = Session(converted("llama"))
+    with pytest.raises(InPlaceTTTError, match="written nothing"):
+        unread.bake()
+    session = Session(converted("llama", **RIDGE))
+    session.read(random_ids(1, 40))
+    with pytest.raises(InPlaceTTTError, match="not linear"):
+        session.bake()
+
+
+def test_refuses_a_lora_of_another_base(tmp_path: Path) -> None:
+    session = read_once("llama", "sum")
+    base = build("llama", dtype=torch.float64)
+    with torch.no_grad():
+        base.model.layers[1].self_attn.q_proj.weight += 1
+    base.save_pretrained(tmp_path / "base")
+    with pytest.raises(InPlaceTTTError, match="another .*q_proj"):
+        session.to_lora(tmp_path / "lora", base=str(tmp_path / "base"))
+    assert not (tmp_path / "lora").exists()
