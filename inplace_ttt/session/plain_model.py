@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from ..errors import InPlaceTTTError
 from ..families import locate
 from ..surgery import causal_lm, fast_weights, revert
-from .weight_change import WeightChange
+from .weight_change import WeightChange, require_linear
 
 
 def plain_copy(model: PreTrainedModel) -> PreTrainedModel:
@@ -30,11 +30,12 @@ def bake(model: PreTrainedModel, changes: Mapping[int, WeightChange]) -> PreTrai
 
     Args:
         model: a converted model.
-        changes: the changes by layer; what is not linear in a change is left out.
+        changes: the changes by layer.
 
     Raises:
-        InPlaceTTTError: if a down-projection is quantized or wrapped, so that nothing can be added to it.
+        InPlaceTTTError: if reads are not linear in z, or a down-projection is quantized or wrapped.
     """
+    require_linear(changes)
     for index, layer in fast_weights(model).items():
         if layer.matrix() is None:
             raise InPlaceTTTError(

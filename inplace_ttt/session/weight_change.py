@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -88,6 +89,15 @@ def weight_changes(model: PreTrainedModel, cache: Cache, row: int = 0) -> dict[i
         index: WeightChange(stream.read_matrix(row, layers[index]), layers[index].ttt.keys)
         for index, stream in held.items()
     }
+
+
+def require_linear(changes: Mapping[int, WeightChange]) -> None:
+    """Raises InPlaceTTTError for reads that no weight can compute, since they are not linear in z."""
+    if any(not change.is_linear for change in changes.values()):
+        raise InPlaceTTTError(
+            "whitened keys subtract a center times the norm of each input, which is not linear, so that no "
+            "weight holds this session; convert with plain keys (the presets gradient, notes or paper)."
+        )
 
 
 def low_rank(change: Tensor, rank: int) -> LowRank:

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from families import build
-from models import NAMES, RIDGE, converted, distance, logits, random_ids
+from models import RIDGE, converted, distance, logits, random_ids
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, KeyWhitening, PromptWrite, Session, calibrate, cli, convert
+from inplace_ttt import InPlaceTTTError, KeyWhitening, PromptWrite, Session, cli, load
 from inplace_ttt.families import CACHE
 from inplace_ttt.session.weight_change import low_rank
 from inplace_ttt.surgery import fast_weights
@@ -130,6 +130,84 @@ def test_refuses_a_lora_of_another_base(tmp_path: Path) -> None:
     with torch.no_grad():
         base.model.layers[1].self_attn.q_proj.weight += 1
     base.save_pretrained(tmp_path / "base")
-    with pytest.raises(InPlaceTTTError, match="another .*q_proj"):
+    with pytest.raises(InPlaceTTTError, match=r"another .*q_proj"):
         session.to_lora(tmp_path / "lora", base=str(tmp_path / "base"))
     assert not (tmp_path / "lora").exists()
+
+
+WITHOUT_PACKAGE = """
+import sys
+sys.modules["inplace_ttt"] = None
+import torch
+from {library} import {auto}
+model = {auto}.from_pretrained({folder!r}, dtype=torch.float32).eval()
+with torch.no_grad():
+    torch.save(model(torch.tensor({ids})).logits, {out!r})
+"""
+
+
+def answers_alone(folder: Path, library: str, auto: str, ids: Tensor) -> Tensor:
+    """Logits of a folder, loaded in a process that cannot import this package."""
+    out = folder.with_suffix(".pt")
+    code = WITHOUT_PACKAGE.format(
+        library=library, auto=auto, folder=str(folder), ids=ids.tolist(), out=str(out)
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    return torch.load(out)
+
+
+def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = tiny.save_base(tmp_path / "base")
+    full, text, state = tmp_path / "full", tmp_path / "text.txt", tmp_path / "text.state"
+    text.write_text(tiny.text(400))
+    how = ["--preset", "gradient", "--layers", "0,1", "--eta", "0.05", "--chunk-size", "16"]
+    assert cli.main(["convert", str(base), str(full), *how, "--calibrate", str(text)]) == 0
+    read = ["generate", str(full), "--prompt-file", str(text), "--max-new-tokens", "0"]
+    assert cli.main([*read, "--save-state", str(state)]) == 0
+    session = Session.load(state, load(full))
+    ids = random_ids(1, 12)
+    expected = after(session, ids)
+    capsys.readouterr()
+
+    made = ["export", str(full), "--session", str(state)]
+    plain, lora = tmp_path / "plain", tmp_path / "lora"
+    assert cli.main([*made, "--json", str(plain), "--format", "plain"]) == 0
+    kept = json.loads(capsys.readouterr().out)["session"]["kept"]
+    assert kept["without"] != kept["session"] == pytest.approx(kept["exported"], abs=1e-5)
+    assert distance(answers_alone(plain, "transformers", "AutoModelForCausalLM", ids), expected) < 1e-4
+    assert cli.main([*made, str(lora), "--format", "lora", "--rank", "32"]) == 0
+    assert "rank 32" in capsys.readouterr().out and sorted(file.name for file in lora.glob("[!.]*")) == [
+        "README.md",
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    assert distance(answers_alone(lora, "peft", "AutoPeftModelForCausalLM", ids), expected) < 1e-4
+    for card in (plain / "README.md", lora / "README.md"):
+        assert "[In-Place Test-Time" in card.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--format plain", "name it with --session"),
+        ("--format adapter --session STATE", "--session does nothing with --format adapter"),
+        ("--format plain --session STATE --rank 4", "--rank does nothing with --format plain"),
+        ("--format lora --session NOTHING", "NOTHING"),
+        ("--format plain --session UNREAD", "written nothing"),
+    ],
+)
+def test_refuses_by_one_sentence(
+    words: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = tiny.save_converted(tiny.save_base(tmp_path / "base"), tmp_path / "full")
+    model = load(full)
+    for name, tokens in (("STATE", 40), ("UNREAD", 3)):
+        session = Session(model)
+        session.read(random_ids(1, tokens))
+        session.save(tmp_path / name)
+    given = [str(tmp_path / word) if word.isupper() else word for word in words.split()]
+    capsys.readouterr()
+    assert cli.main(["export", str(full), str(tmp_path / "out"), *given]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert message in said and said.endswith(".")
+    assert not (tmp_path / "out").exists()
