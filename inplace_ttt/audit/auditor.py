@@ -43,7 +43,7 @@ def audit_module(
 
     Args:
         module: the adapter of the layer.
-        profile: "paper", "official" or "ttt_ntp", the reference to compare with.
+        profile: "paper", "reference" or "ttt_ntp", the method to compare with.
         declared: known deviations, each with its reason.
         seed: of the probes' inputs.
         progress: called before each item with the items done, all items, and the item's title.
@@ -101,7 +101,7 @@ def audit_model(
     Args:
         model: a model with TTT layers.
         tokenizer: used to read real text; without one it is random ids.
-        profile: "paper", "official" or "ttt_ntp", the reference to compare with.
+        profile: "paper", "reference" or "ttt_ntp", the method to compare with.
         declared: known deviations, each with its reason.
         seed: of the probes' inputs.
         progress: called before each item with the items done, all items, and the item's title.
@@ -248,7 +248,7 @@ class _Auditor:
                 outcome.numbers,
                 outcome.tolerance,
             )
-        if self.profile == "official" and item.absent:
+        if self.profile == "reference" and item.absent:
             outcome = _against_absence(outcome)
         declared = self.whys.get(item.id) if outcome.verdict == "deviates" else None
         self.results[item.id] = Result(item, outcome, item.expects(self.profile), declared)

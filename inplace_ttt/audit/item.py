@@ -9,10 +9,10 @@ from typing import Any, Literal
 from ..errors import InPlaceTTTError
 from .outcome import Outcome
 
-Profile = Literal["paper", "official", "ttt_ntp"]
+Profile = Literal["paper", "reference", "ttt_ntp"]
 PROFILES: dict[Profile, str] = {
     "paper": "the paper",
-    "official": "the authors' public code",
+    "reference": "the authors' public code",
     "ttt_ntp": "the public code of TTT-NTP, by its recipe for Llama-3.1-8B",
 }
 
@@ -39,7 +39,7 @@ class Item:
         probe: decides the item on one layer, or on a training run; None if only a whole model can show it.
         on_model: decides the item on a whole converted model, where that shows more than one layer does.
         expected: the value that the probe compares with, by profile.
-        absent: the public code lacks the feature. Under the profile `official` the feature is then an
+        absent: the public code lacks the feature. Under the profile `reference` the feature is then an
             extension.
         choice: the item is about a setting that users may choose, as are those with `expected`. Its
             deviation is not a fault.

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..errors import InPlaceTTTError, shown
 from .layer_tensors import check_tensors
-from .official import KEYS, Imported, is_official_tensor, layers_named, refuse_unknown
 from .reading import CONFIG, Checkpoint, ttt_config_in
+from .reference_format import KEYS, Imported, is_reference_tensor, layers_named, refuse_unknown
 from .writing import plan_conversion
 
 _MODEL_TYPES = ("qwen3", "llama", "mistral")
@@ -30,7 +30,7 @@ def is_ttt_ntp(checkpoint: Checkpoint) -> bool:
 
     It has ttt_proj tensors without ttt_conv, and a config.json key that In-Place TTT's code does not have.
     """
-    kinds = {name.rsplit(".", 2)[-2] for name in checkpoint.weight_map if is_official_tensor(name)}
+    kinds = {name.rsplit(".", 2)[-2] for name in checkpoint.weight_map if is_reference_tensor(name)}
     return kinds == {"ttt_proj"} and any(key in checkpoint.config for key in _TELLING)
 
 

@@ -29,14 +29,14 @@ def bits(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-def test_the_paper_preset_has_no_deviation_and_the_official_one_two() -> None:
+def test_the_paper_preset_has_no_deviation_and_the_reference_one_two() -> None:
     assert audit_model(seven_layers()).undeclared == []
-    official = {"chunk_size": 4096, "eta": 3.0, "target": "hidden_states"}
-    assert audit_model(seven_layers(**official)).undeclared == ["chunk-size", "target-source"]
-    report = audit_model(seven_layers(**official), profile="official")
+    reference = {"chunk_size": 4096, "eta": 3.0, "target": "hidden_states"}
+    assert audit_model(seven_layers(**reference)).undeclared == ["chunk-size", "target-source"]
+    report = audit_model(seven_layers(**reference), profile="reference")
     assert report.undeclared == []
     assert report["document-reset"].verdict == "extension" and report["eta"].verdict == "conforms"
-    assert audit_model(seven_layers(), profile="official").undeclared == [
+    assert audit_model(seven_layers(), profile="reference").undeclared == [
         "eta",
         "chunk-size",
         "target-source",

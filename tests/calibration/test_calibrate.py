@@ -208,7 +208,8 @@ def test_convert_measures_saves_and_loads(
     assert bytes_of(tmp_path / "third") == bytes_of(tmp_path / "again")
     capsys.readouterr()
     assert (
-        cli.main(["export", str(tmp_path / "again"), str(tmp_path / "official"), "--format", "official"]) == 2
+        cli.main(["export", str(tmp_path / "again"), str(tmp_path / "reference"), "--format", "reference"])
+        == 2
     )
     assert "whitened keys" in capsys.readouterr().err
 

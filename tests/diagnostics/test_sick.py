@@ -145,7 +145,7 @@ def test_a_weight_of_the_base_is_named() -> None:
     )
 
 
-@pytest.mark.parametrize("preset", ["paper", "official", "ridge", "ttt_ntp"])
+@pytest.mark.parametrize("preset", ["paper", "reference", "ridge", "ttt_ntp"])
 def test_a_fresh_conversion_of_any_preset_is_healthy(preset: str) -> None:
     model = convert(build("qwen3"), InPlaceTTTConfig.preset(preset, layers=(0, 2), chunk_size=7))
     if config_of(model).needs_calibration:

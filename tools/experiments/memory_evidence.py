@@ -1,7 +1,7 @@
 """Do writes store memory? The paper's rule, the public code's and the `ridge` preset, trained and evaluated
 alike, over seeds.
 
-python tools/experiments/memory_evidence.py [--model gemma-3-270m] [--rules ridge paper official] [--seeds 0 1
+python tools/experiments/memory_evidence.py [--model gemma-3-270m] [--rules ridge paper reference] [--seeds 0 1
 2]
     [--one-process] [--out docs/results/cpu-2026-11/memory]
 

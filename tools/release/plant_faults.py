@@ -88,7 +88,7 @@ FAULTS = (
           "yield from ((f\"{prefix}.{name}\", p, 1) for name, p in readable_parameters(module))",
           "tests/checkpoint/test_fingerprint.py tests/session"),
     Fault("a base's missing tensor is let through", "checkpoint/loading.py",
-          "    refuse_lack(model, found[\"missing_keys\"])\n    refuse_official", "    refuse_official",
+          "    refuse_lack(model, found[\"missing_keys\"])\n    refuse_reference_format", "    refuse_reference_format",
           "tests/checkpoint/test_refused_weights.py"),
     Fault("another's folder is replaced", "files/manifest.py",
           "    if entry is not None:\n", "    if False:\n", "tests/cli/test_outputs.py"),

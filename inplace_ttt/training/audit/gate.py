@@ -38,7 +38,7 @@ def audit_recipe(
     Args:
         recipe: a recipe or its file.
         data: the run's rows, if they are built already.
-        profile: the reference to compare with; the default is the recipe's own, then "paper".
+        profile: the method to compare with; the default is the recipe's own, then "paper".
         seed: of the probes' inputs.
         progress: called before each item.
 
