@@ -92,7 +92,7 @@ class ConvertedLayer(AuditedModule):
         x, whitened = x.to(self.device, self.dtype), self.layer.ttt.keys
         if whitened is None:
             return x
-        return (x - x.norm(dim=-1, keepdim=True) * whitened.centre.to(self.dtype)) @ whitened.directions.to(
+        return (x - x.norm(dim=-1, keepdim=True) * whitened.center.to(self.dtype)) @ whitened.directions.to(
             self.dtype
         ).T
 
@@ -114,9 +114,9 @@ class ConvertedLayer(AuditedModule):
         whitened = self.layer.ttt.keys
         if whitened is None:
             return keys.contiguous()
-        directions, centre = (t.double().cpu() for t in (whitened.directions, whitened.centre))
+        directions, center = (t.double().cpu() for t in (whitened.directions, whitened.center))
         seen, along = (
-            torch.linalg.lstsq(directions, k.T).solution.T for k in (keys, (directions @ centre)[None])
+            torch.linalg.lstsq(directions, k.T).solution.T for k in (keys, (directions @ center)[None])
         )
         # z = seen + ‖z‖ along, where ‖along‖ ≤ ‖c‖ < 1
         across, rest = seen @ along.T, 1 - along.square().sum()

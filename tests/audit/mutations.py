@@ -32,7 +32,7 @@ BESIDE = {
     "each rank starts from W0": {"in-pieces"},
     "G goes on into the next document": {"in-batches"},
     "a stream reads with the map of before": {"token-by-token"},
-    "W0 is given centred inputs": {"gradient"},
+    "W0 is given centered inputs": {"gradient"},
 }
 """By fault, the items that say where it shows, beside the one that says what it is; of all others the owner
 stands alone."""

@@ -93,7 +93,7 @@ def test_a_key_grows_as_its_input_does() -> None:
     calibrate(model, rows)
     for index, z in inputs(model, rows).items():
         keys = fast_weights(model)[index].ttt.keys
-        assert keys is not None and keys.centre.norm() > 0.1
+        assert keys is not None and keys.center.norm() > 0.1
         for size in (1e-6, 0.5, 100.0):
             assert distance(keys(size * z), size * keys(z)) < 1e-9
         assert not keys(torch.zeros_like(z)).any()

@@ -67,7 +67,7 @@ FAULTS = (
           "tests/triton_kernels/test_fast_weight.py"),
     Fault("the target is not normalized", "layer/target.py",
           "((x - self.mean) * self.gain)", "(x * self.gain)", "tests/audit/test_extensions.py"),
-    Fault("keys are not centred", "layer/whitened_keys.py", "value=-1)", "value=0)", "tests/calibration tests/test_target.py"),
+    Fault("keys are not centered", "layer/whitened_keys.py", "value=-1)", "value=0)", "tests/calibration tests/test_target.py"),
     Fault("the gate ignores its bias", "layer/write_gate.py", "** 0.5 + bias)", "** 0.5)", "tests/test_write_gate.py"),
     Fault("a stream's chunk counts twice", "layer/stream.py",
           "self._state.put(index, after)", "self._state.put(index, 2 * after)", _STREAM),
