@@ -37,14 +37,14 @@ RECIPE: tuple[Item, ...] = (
         probes.schedule, choice=True,
     ),
     Item(
-        "optimiser", "Optimizer and gradient clipping", "Tables 4 to 8",
+        "optimizer", "Optimizer and gradient clipping", "Tables 4 to 8",
         "AdamW; its betas are not stated. Gradient clipping 1.0 from scratch, not stated for continual "
             "training.",
         "high",
         "AdamW (0.9, 0.95), clipping 1.0.",
         "They determine the size of the first steps of conv and P.",
         "State them with every result.",
-        probes.optimiser, choice=True,
+        probes.optimizer, choice=True,
     ),
     Item(
         "token-budget", "Tokens of training", "Tables 4-8",

@@ -275,9 +275,9 @@ def _remedy(recipe: Recipe, part: str, step: StepCost) -> str:
         return (
             "set smaller buckets in the DeepSpeed settings (reduce_bucket_size, stage3_max_live_parameters)"
         )
-    stage = {"optimiser": 1, "gradients": 2, "parameters": 3}[part]
+    stage = {"optimizer": 1, "gradients": 2, "parameters": 3}[part]
     if ranks > 1 and recipe.zero_stage < stage:
         return f"use ZeRO stage {stage} or 3"
-    if part == "optimiser":
+    if part == "optimizer":
         return "offload the optimizer to the host, or use more devices"
     return "use more devices under ZeRO-3, or train less (training.trainable)"

@@ -170,7 +170,7 @@ def own(group: str) -> bool:
     return group in ("conv", "proj")
 
 
-TRAINED, OWNERS = "trained-parameters optimiser in-training", "data-rows"
+TRAINED, OWNERS = "trained-parameters optimizer in-training", "data-rows"
 
 
 def faults() -> Iterator[Fault]:
@@ -210,15 +210,15 @@ def faults() -> Iterator[Fault]:
     yield made("the target is detached", "in a run", detached, "target-gradient gradient in-training", STEPS)
     for group in ("conv", "proj"):
         left = grouped(lambda groups, out=group: [g for g in groups if g["name"] != out])
-        yield made("a group is not optimised", group, left, TRAINED, STEPS)
+        yield made("a group is not optimized", group, left, TRAINED, STEPS)
     yield made(
         "conv and P never warm up",
         "by patch",
         scheduled(lambda group, step, right: 1e-9 if own(group) else right),
-        "schedule learning-rate optimiser",
+        "schedule learning-rate optimizer",
         STEPS,
     )
-    yield made("conv and P never warm up", "by setting", None, "schedule learning-rate optimiser", STEPS,
+    yield made("conv and P never warm up", "by setting", None, "schedule learning-rate optimizer", STEPS,
                "training.ttt_warmup_steps=100000")  # fmt: skip
 
 

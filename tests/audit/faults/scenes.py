@@ -286,7 +286,7 @@ def start(world: World, spoil: Spoil | None) -> Numbers:
 
 
 def trained(world: World, spoil: Spoil | None) -> Numbers:
-    """Read, then moved as by an optimiser's step, then read again."""
+    """Read, then moved as by an optimizer's step, then read again."""
     model = world.model(spoil=spoil)
     ids = random_ids(1, 5 * CHUNK + 4)
     first = logits(model, ids)
