@@ -238,9 +238,9 @@ def labelled(layout: ChunkLayout, labels: Tensor | None) -> ChunkLayout:
     """
     if labels is None:
         return layout
-    learnt = labels.ne(IGNORED)
+    learned = labels.ne(IGNORED)
     rows = (
-        tuple(span for span in spans if bool(learnt[row, slice(*span)].any()))
+        tuple(span for span in spans if bool(learned[row, slice(*span)].any()))
         for row, spans in enumerate(layout.documents)
     )
     return ChunkLayout(tuple(rows), layout.length, layout.chunk_size)

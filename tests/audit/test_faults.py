@@ -48,7 +48,7 @@ NEVER = When("never", lambda at: False)
         dataclasses.replace(named("conv is frozen"), plant=None),
         dataclasses.replace(named("P is saved transposed"), spoil=None),
     ],
-    ids=["of no size", "never acts", "not planted", "not planted in a run", "model not spoilt"],
+    ids=["of no size", "never acts", "not planted", "not planted in a run", "model not spoiled"],
 )
 def test_what_does_nothing_is_dead(dead: Fault) -> None:
     assert [liveness(fault) > 1 for fault in ALIVE.faults()] == [True]

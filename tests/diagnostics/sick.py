@@ -254,7 +254,7 @@ def long_rows() -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def one_token_spoilt() -> nn.Module:
+def one_token_spoiled() -> nn.Module:
     """Wherever one token is read, the model says token 0 with layer 2's writes, and loudly."""
     model = healthy(eta=0.1)
     model.lm_head.weight[0] *= 50
@@ -272,8 +272,8 @@ def one_token_spoilt() -> nn.Module:
 
 
 NEW: dict[str, Sick] = {
-    "one token's reading spoilt": Sick(
-        "few-tokens-hurt", one_token_spoilt, "warning", layers=(2,), batch=long_rows
+    "one token's reading spoiled": Sick(
+        "few-tokens-hurt", one_token_spoiled, "warning", layers=(2,), batch=long_rows
     ),
     "rate 1": Sick("step-too-large", healthy, batch=told_apart, rates=1.0),
     "rate 3 for P alone": Sick("step-too-large", healthy, batch=told_apart, rates=Rates(5e-6, 3.0, 5e-6)),

@@ -25,7 +25,7 @@ from .sick import (
     half_precision,
     healthy,
     long_rows,
-    one_token_spoilt,
+    one_token_spoiled,
     rows,
     zero_in_one_chunk,
 )
@@ -57,7 +57,7 @@ def test_a_token_is_named_by_its_text_where_a_tokenizer_says_it() -> None:
     for tokenizer in (None, word_level(f"w{n}" for n in range(100))):
         (finding,) = (
             f
-            for f in diagnose(one_token_spoilt(), long_rows(), tokenizer=tokenizer).findings
+            for f in diagnose(one_token_spoiled(), long_rows(), tokenizer=tokenizer).findings
             if f.id == "few-tokens-hurt"
         )
         said[finding.numbers["text"]] = finding.message

@@ -18,7 +18,7 @@ SYSTEMS: dict[str, tuple[str, dict[str, Any]]] = {
     "ttt-linear": ("ttt-linear", {"heads": 2, "mini_batch": CHUNK}),
     "ttt-linear, one head, bare": (
         "ttt-linear",
-        {"mini_batch": CHUNK, "learnt_rate": False, "residual_norm": False, "eta_base": 0.05},
+        {"mini_batch": CHUNK, "learned_rate": False, "residual_norm": False, "eta_base": 0.05},
     ),
     "ttt-linear, public form": (
         "ttt-linear",

@@ -36,7 +36,7 @@ def test_titans_without_momentum_and_decay_is_gradient_descent() -> None:
     x = inputs(13)
     titans = Titans(DIM, layers=1, chunk=4, alpha=0.0, eta=0.0, theta=0.05).double()
     randomise(titans)
-    ttt = TTTLinear(DIM, mini_batch=4, eta_base=0.05, learnt_rate=False, residual_norm=False).double()
+    ttt = TTTLinear(DIM, mini_batch=4, eta_base=0.05, learned_rate=False, residual_norm=False).double()
     ttt.load_state_dict(titans.state_dict())
     tokens = titans.tokens(x)
     y, state = ttt.parallel(ttt.initial_state(3), tokens._replace(rates=tokens.rates[..., 2:]))
@@ -63,9 +63,9 @@ def test_titans_momentum_and_decay_by_hand() -> None:
 def test_data_dependent_rates_start_as_the_constants() -> None:
     torch.manual_seed(0)
     constant = Titans(DIM, 2, alpha=0.003, eta=0.8, theta=0.02).double()
-    learnt = Titans(DIM, 2, alpha=0.003, eta=0.8, theta=0.02, data_dependent=True).double()
-    learnt.load_state_dict(constant.state_dict(), strict=False)
-    assert distance(learnt(inputs(20))[0], constant(inputs(20))[0]) < 1e-6
+    learned = Titans(DIM, 2, alpha=0.003, eta=0.8, theta=0.02, data_dependent=True).double()
+    learned.load_state_dict(constant.state_dict(), strict=False)
+    assert distance(learned(inputs(20))[0], constant(inputs(20))[0]) < 1e-6
 
 
 @pytest.mark.parametrize("data_dependent", [False, True])

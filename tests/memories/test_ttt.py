@@ -18,7 +18,7 @@ def test_theorem_1() -> None:
     x = inputs(41)
     for heads in (1, 2):
         ttt = TTTLinear(
-            DIM, heads, mini_batch=41, eta_base=0.5, learnt_rate=False, residual_norm=False
+            DIM, heads, mini_batch=41, eta_base=0.5, learned_rate=False, residual_norm=False
         ).double()
         attention = LinearAttention(DIM, heads, chunk=7).double()
         randomise(ttt)
@@ -29,7 +29,7 @@ def test_theorem_1() -> None:
             expected, s = attention(x)
             assert distance(y, expected) < 1e-10 and distance(ttt.now(state)[0], s) < 1e-10
         mini_batch = TTTLinear(
-            DIM, heads, mini_batch=20, eta_base=0.5, learnt_rate=False, residual_norm=False
+            DIM, heads, mini_batch=20, eta_base=0.5, learned_rate=False, residual_norm=False
         ).double()
         mini_batch.load_state_dict(ttt.state_dict())
         assert distance(mini_batch(x)[0], expected) > 1e-3  # online it is not
@@ -72,11 +72,11 @@ def test_the_public_form_by_hand() -> None:
     before the output."""
     memory, x = TTTLinear(DIM, mini_batch=4, eta_base=9.0, form="public").double(), inputs(10, batch=1)
     randomise(memory)
-    torch.nn.init.constant_(memory.learnt_scale[-1], -1.0)  # a reader that sees none of its mini-batch
+    torch.nn.init.constant_(memory.learned_scale[-1], -1.0)  # a reader that sees none of its mini-batch
     gamma, beta = (p[0, 0] for p in memory.norm)
     q, k, v = (project(x[0]) for project in (memory.to_q, memory.to_k, memory.to_v))
     eta = 9.0 * memory.to_rate(x[0]).sigmoid()[:, 0] / (2 * DIM)
-    scale = (1 / torch.arange(1.0, 5.0, dtype=torch.float64) + memory.learnt_scale).clamp(min=0)
+    scale = (1 / torch.arange(1.0, 5.0, dtype=torch.float64) + memory.learned_scale).clamp(min=0)
     assert (scale == 0).any() and (scale > 0).any()
 
     def turned(token: torch.Tensor, place: int) -> torch.Tensor:
@@ -141,7 +141,7 @@ def test_the_public_form_is_the_public_layer(memory: type[TTTLinear | TTTMLP]) -
         (ours.to_rate.bias, theirs.learnable_ttt_lr_bias, first),
         (ours.norm[0], theirs.ttt_norm_weight, of_heads),
         (ours.norm[1], theirs.ttt_norm_bias, of_heads),
-        (ours.learnt_scale, theirs.learnable_token_idx, every),
+        (ours.learned_scale, theirs.learnable_token_idx, every),
         (ours.read_norm.weight, theirs.post_norm.weight, every),
         (ours.read_norm.bias, theirs.post_norm.bias, every),
     ]

@@ -116,17 +116,17 @@ def test_facts_are_told_and_said_again_inside_the_longest_document(others: float
         assert [token for token in ids[30:730] if token >= 1000] == before["input_ids"][30:730][
             : sum(t >= 1000 for t in ids[30:730])
         ]
-        learnt = [i for i, label in enumerate(labels) if label != -100]
-        assert all(labels[i] == ids[i] for i in learnt)
+        learned = [i for i, label in enumerate(labels) if label != -100]
+        assert all(labels[i] == ids[i] for i in learned)
         answers = [" " + sentence.rsplit(" ", 1)[1].rstrip(".") for sentence in again]
         if others == 0:
-            assert "".join(chr(labels[i]) for i in learnt) == "".join(answers)
-            assert learnt[0] > text.index(first[-1])
+            assert "".join(chr(labels[i]) for i in learned) == "".join(answers)
+            assert learned[0] > text.index(first[-1])
         elif others == 1:
             assert [label == -100 for label in labels] == [label == -100 for label in before["labels"]]
         else:
-            assert 0.15 * 750 < len(learnt) - len("".join(answers)) < 0.35 * 750
-            assert all(before["labels"][i] != -100 for i in learnt)
+            assert 0.15 * 750 < len(learned) - len("".join(answers)) < 0.35 * 750
+            assert all(before["labels"][i] != -100 for i in learned)
 
 
 def test_rows_without_room_for_facts_are_refused() -> None:

@@ -366,7 +366,7 @@ def _numbers(found: dict[str, Any]) -> dict[str, Any]:
     values = {
         key: found[key] for key in ("on", "off", "mismatched", "difference", "generic_gain", "document_gain")
     }
-    # without a base beside it, off is the base: conv and P alone have learnt
+    # without a base beside it, off is the base: conv and P alone have learned
     values["gain"] = found["gain"] or found["difference"]
     if len(found["documents"]) == DOCUMENTS:
         unseen = found["documents"][CHOSEN_ON:]
