@@ -20,7 +20,7 @@ from .errors import InPlaceTTTError, one_line
 from .families import causal_lm, is_listed, locate
 from .layer.fast_linear import FastWeight, LayerSettings, check, fast_weights, hooks_of, install, remove
 from .layer.hooks import ModelHooks, sharing, switching
-from .layer.quantised import parameter_dtype
+from .layer.quantized import parameter_dtype
 from .layer.zero3 import is_partitioned
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from ..families import CACHE, Decoder, features
 from ..layer.cache import attach, streams
 from ..layer.fast_linear import plain_class
 from ..layer.overrides import with_config
-from ..layer.quantised import readable_parameters
+from ..layer.quantized import readable_parameters
 from ..layer.stream import FastWeightStream
 from ..layout import ChunkLayout
 from ..ops import fast_weight as op

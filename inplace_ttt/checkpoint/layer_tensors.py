@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..config import InPlaceTTTConfig
 from ..errors import InPlaceTTTError
-from ..layer.quantised import parameter_dtype
+from ..layer.quantized import parameter_dtype
 
 LayerTensors = dict[int, dict[str, Tensor]]
 """TTT layer -> its new tensors: conv [d, 1, k], proj [d, d], and those of the extensions.

@@ -238,17 +238,17 @@ def test_a_four_bit_base(tmp_path: Path) -> None:
         tmp_path
     )
     four_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
-    quantised = AutoModelForCausalLM.from_pretrained(
+    quantized = AutoModelForCausalLM.from_pretrained(
         tmp_path, quantization_config=four_bit, dtype=torch.float32, device_map="cpu"
     )
-    report = audit_model(convert(quantised, InPlaceTTTConfig(layers=(0, 2))))
+    report = audit_model(convert(quantized, InPlaceTTTConfig(layers=(0, 2))))
     assert report.undeclared == ["layer-spacing"]
     assert [r.item.id for r in report.items if "quantized or wrapped" in r.outcome.found] == [
         "fast-tensor",
         "reset-keeps-training",
     ]
     ridge = {"update_rule": "ridge", "ridge": 0.03, "whitening": {"rank": 0.5}}
-    model = convert(revert(quantised), InPlaceTTTConfig(layers=(0, 2), **ridge))
+    model = convert(revert(quantized), InPlaceTTTConfig(layers=(0, 2), **ridge))
     calibrate(model, [random_ids(1, 64)])
     report = audit_model(model)
     assert (

@@ -17,7 +17,7 @@ from checkpoint.folders import save_base, tensors_of
 from checkpoint.test_reference_format import write_reference_format
 from inplace_ttt import InPlaceTTTError, cli, load
 from inplace_ttt.checkpoint.reading import Checkpoint
-from inplace_ttt.layer.quantised import parameter_dtype
+from inplace_ttt.layer.quantized import parameter_dtype
 
 BLOCK = 16
 
@@ -37,9 +37,9 @@ def save_fp8(folder: Path, name: str = "llama") -> Path:
         stored[f"{name}_scale_inv"] = scale
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    quantised = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic"}
+    quantized = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic"}
     (folder / "config.json").write_text(
-        json.dumps({**config, "dtype": "bfloat16", "quantization_config": quantised})
+        json.dumps({**config, "dtype": "bfloat16", "quantization_config": quantized})
     )
     return folder
 

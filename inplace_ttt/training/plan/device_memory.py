@@ -138,7 +138,7 @@ def deepspeed_memory(recipe: Recipe, model: ModelSize, step: StepCost, evaluatio
     return DeviceMemory(parameters, own_gradients, held, activations, buckets, host, evaluation)
 
 
-def saved_by_quantisation(recipe: Recipe, model: PreTrainedModel) -> int:
+def saved_by_quantization(recipe: Recipe, model: PreTrainedModel) -> int:
     """Returns the bytes that `model.load_in` saves on linear maps that do not learn, except the output's.
 
     Args:
