@@ -12,7 +12,7 @@ from inplace_ttt.audit import audit_model
 
 BEYOND = [
     "loss-sum",
-    "no-normalisation",
+    "no-normalization",
     "plain-sum",
     "keys",
     "least-squares",

@@ -17,7 +17,7 @@ from checkpoint.folders import save_base, tensors_of
 from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, calibrate, cli, convert, load
 from inplace_ttt.checkpoint.loading import load_base
 from inplace_ttt.checkpoint.reading import Checkpoint
-from inplace_ttt.ops.benchmark import materialising
+from inplace_ttt.ops.benchmark import materializing
 from inplace_ttt.surgery import config_of
 
 CHUNK = 8
@@ -65,7 +65,7 @@ class PublicDownProjection(nn.Module):
             @ self.proj
         )
         # that function's own rate is 0.1
-        return materialising(z, target * self.eta / 0.1, self.weight, CHUNK)
+        return materializing(z, target * self.eta / 0.1, self.weight, CHUNK)
 
 
 @torch.no_grad()

@@ -138,7 +138,7 @@ def test_bench_rows(capsys: pytest.CaptureFixture[str]) -> None:
     assert [row["name"] for row in rows] == [
         "linear",
         "fast_weight",
-        "materialising",
+        "materializing",
         "additive",
         "least squares",
     ]

@@ -87,12 +87,12 @@ RULE: tuple[Item, ...] = (
         rule.loss_sum,
     ),
     Item(
-        "no-normalisation", "Keys, targets and deltas are not normalized", "§3.2, §3.4",
+        "no-normalization", "Keys, targets and deltas are not normalized", "§3.2, §3.4",
         "The delta is V̂ᵀZ as it is; other losses and optimizers are left for later work.", "high",
         "The same.",
         "Normalized keys or targets are another method; results do not carry over.",
         "Take the normalization out, or declare it.",
-        rule.no_normalisation,
+        rule.no_normalization,
     ),
     Item(
         "plain-sum", "Deltas add up: no momentum, decay, gate or correction", "§3.2, Eq. (1); §3.4",

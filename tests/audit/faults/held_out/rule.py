@@ -111,7 +111,7 @@ def stale_w0(size: float, when: When) -> Callable[[Patch], None]:
 
 OWN = tuple(when for when in only.ANYWHERE if when is not only.ODD_LENGTH)
 CAUSAL = tuple(when for when in OWN if when not in (only.IN_EVALUATION, only.IN_FLOAT32))
-SUM, NORM = "plain-sum", "no-normalisation"
+SUM, NORM = "plain-sum", "no-normalization"
 
 KINDS: tuple[Kind, ...] = (
     Kind("the next chunk's delta is read", "op", owned("causality"), with_rule(later_delta), SIZES, CAUSAL, 4),
