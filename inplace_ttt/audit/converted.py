@@ -75,8 +75,8 @@ class ConvertedLayer(AuditedModule):
         opened = model.open(self.decoder.base, (), {**kwargs, CACHE: cache})
         try:
             model.take_embeddings(self.decoder.blocks[0], (target,), {})
-            travelling = {} if opened is None else dict(opened[1])
-            layer.arm(parts.attention, (), {**travelling, CACHE: cache})
+            traveling = {} if opened is None else dict(opened[1])
+            layer.arm(parts.attention, (), {**traveling, CACHE: cache})
             layer.take_mlp_input(parts.mlp, (target,), {})
             return self.layer(z)
         finally:

@@ -154,14 +154,14 @@ def told_apart() -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": torch.cat([ids[:, :1], likeliest[:, :-1]], 1)}
 
 
-def first_chunks_labelled() -> dict[str, Tensor]:
+def first_chunks_labeled() -> dict[str, Tensor]:
     ids = random_ids(2, ROW)
     labels = torch.full_like(ids, -100)
     labels[:, :CHUNK] = ids[:, :CHUNK]
     return {"input_ids": ids, "labels": labels}
 
 
-def first_chunks_of_documents_labelled() -> dict[str, Tensor]:
+def first_chunks_of_documents_labeled() -> dict[str, Tensor]:
     ids, positions = random_ids(2, 48), (torch.arange(48) % 24).expand(2, 48)
     return {
         "input_ids": ids,
@@ -293,9 +293,9 @@ NEW: dict[str, Sick] = {
     "embeddings beside a constant": Sick("source-constant", lambda: changed(drowned_embeddings, eta=0.2)),
     "a layer without keys": Sick("keys-zero", lambda: changed(no_keys), layers=(2,)),
     "gates that are closed": Sick("keys-zero", lambda: changed(closed_gates)),
-    "labels in the first chunk": Sick("labels-unread", healthy, batch=first_chunks_labelled),
+    "labels in the first chunk": Sick("labels-unread", healthy, batch=first_chunks_labeled),
     "labels in documents' first chunks": Sick(
-        "labels-unread", healthy, batch=first_chunks_of_documents_labelled
+        "labels-unread", healthy, batch=first_chunks_of_documents_labeled
     ),
     "a stop in the scan": Sick("scan-detached", healthy, within=scan_through(Tensor.detach)),
     "a tenth of the scan's gradient": Sick(

@@ -63,7 +63,7 @@ differ slightly from the original ones. The tokenizer was rebuilt from the vocab
 def undo_permutation(weight: np.ndarray, heads: int) -> np.ndarray:
     """Put the rows of a q or k projection back in Hugging Face order.
 
-    RoPE turns pairs of rows. llama.cpp keeps a pair in neighbouring rows (2i, 2i+1) of each head;
+    RoPE turns pairs of rows. llama.cpp keeps a pair in neighboring rows (2i, 2i+1) of each head;
     Hugging Face keeps it half a head apart (i, i + head_dim/2).
     """
     rows, columns = weight.shape

@@ -12,7 +12,7 @@ from zlib import crc32
 
 import torch
 
-from ...diagnostics.writes import labelled, longest_document
+from ...diagnostics.writes import labeled, longest_document
 from ...layout import ChunkLayout
 from ...tasks.facts import Encode
 from ..recipe.data_section import Data
@@ -84,7 +84,7 @@ def practise(row: Row, data: Data, encode: Encode, begins: Sequence[int] = ()) -
     """
     generator = random.Random(data.seed ^ crc32(torch.tensor(row["input_ids"]).numpy().tobytes()))
     layout = ChunkLayout.from_position_ids(torch.tensor([row["position_ids"]]), len(row["input_ids"]))
-    _, (start, stop) = longest_document(labelled(layout, torch.tensor([row["labels"]])))
+    _, (start, stop) = longest_document(labeled(layout, torch.tensor([row["labels"]])))
     document = slice(start + lead_of(row["input_ids"][start:stop], begins), stop)
     drawn = generator.random()
     if data.synthetic_facts is not None:

@@ -112,7 +112,7 @@ def rising_eta(size: float) -> Rule:
     return Rule(write=lambda at, state, delta: state + (1 + size * at.place.chunk) * delta)
 
 
-def neighbour(size: float) -> Rule:
+def neighbor(size: float) -> Rule:
     return Rule(
         read=lambda at, state: state + size * (at.beside[0] - state) if at.beside else state,
         looks_beside=True,
@@ -199,7 +199,7 @@ KINDS: tuple[Kind, ...] = (
     Kind("keys of few bits are written", "op", owned(f"keys state-precision {NORM}"), with_rule(rounded_keys), (1, 2, 3), WRITES, 3),
     Kind("η is too small", "op", owned("eta loss-sum"), with_rule(wrong_eta), (0.5, 0.3, 0.1), WRITES, 6),
     Kind("η is too small", "op", owned("eta loss-sum"), with_rule(wrong_eta), (1.0, 0.8), only.COARSE, 3),
-    Kind("a row reads its neighbour's state", "op", owned("rows in-batches"), with_rule(neighbour), SIZES, ROWS, 3, ("batch",)),
+    Kind("a row reads its neighbor's state", "op", owned("rows in-batches"), with_rule(neighbor), SIZES, ROWS, 3, ("batch",)),
     Kind(
         "rows read the mean of their states", "op", owned("rows in-batches"), with_rule(shared_mean), SIZES,
         (only.IN_A_BATCH, only.UNEVEN, only.LATER_LAYER), 3, ("batch",),
