@@ -17,7 +17,7 @@ from ..surgery import config_of, fast_weights
 from .adapters import AuditedModule
 from .blame import is_the_probes
 from .borrowing import borrowed, refuse_unreachable
-from .catalogue import METHOD
+from .catalog import METHOD
 from .item import Item, Probe, known
 from .outcome import NotChecked, Outcome
 from .probes import loss_gradient

@@ -1,4 +1,4 @@
-"""Faults planted in least squares and whitened keys: which item of the catalogue owns each, and how it is
+"""Faults planted in least squares and whitened keys: which item of the catalog owns each, and how it is
 planted."""
 
 from __future__ import annotations

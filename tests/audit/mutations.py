@@ -1,4 +1,4 @@
-"""Faults planted in this package: which item of the catalogue owns each, and how it is planted."""
+"""Faults planted in this package: which item of the catalog owns each, and how it is planted."""
 
 from __future__ import annotations
 

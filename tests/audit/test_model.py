@@ -13,13 +13,13 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GenerationCon
 
 from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, UpdateClip, calibrate, convert, revert
 from inplace_ttt.attention_window import set_attention_window
-from inplace_ttt.audit import Declaration, audit_model, auditor, catalogue
-from inplace_ttt.audit.catalogue import METHOD
+from inplace_ttt.audit import Declaration, audit_model, auditor, catalog
+from inplace_ttt.audit.catalog import METHOD
 from inplace_ttt.audit.probes.circumstances import declared_rule
 from inplace_ttt.audit.whole_model import WholeModel
 from inplace_ttt.layer import prompt_stream
 from inplace_ttt.layer.fast_linear import FastWeight
-from inplace_ttt.training.audit.catalogue import RECIPE
+from inplace_ttt.training.audit.catalog import RECIPE
 
 # Tests' models: 3 layers, TTT in 0 and 2, chunks of 7.
 TINY = ["chunk-size", "layer-spacing"]
@@ -131,8 +131,8 @@ def test_what_is_not_converted_is_refused() -> None:
         audit_model(converted("llama"), profile="papre")
 
 
-def test_the_catalogue_is_complete() -> None:
-    items = {**catalogue(), **{item.id: item for item in RECIPE}}
+def test_the_catalog_is_complete() -> None:
+    items = {**catalog(), **{item.id: item for item in RECIPE}}
     assert len(items) == len(METHOD) + len(RECIPE) == len({item.title for item in items.values()}) >= 50
     for item in items.values():
         texts = (item.id, item.title, item.paper_ref, item.paper, item.public_code, item.why, item.remedy)

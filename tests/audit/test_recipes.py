@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from inplace_ttt import InPlaceTTTConfig, KeyWhitening, cli
 from inplace_ttt.training.audit import audit_recipe, gate, write_report
-from inplace_ttt.training.audit.catalogue import RECIPE
+from inplace_ttt.training.audit.catalog import RECIPE
 from inplace_ttt.training.audit.rows import read_rows
 from inplace_ttt.training.audit.small_model import _narrowed_ttt
 from inplace_ttt.training.data.data import TrainingData, build_data

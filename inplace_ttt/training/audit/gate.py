@@ -15,7 +15,7 @@ from ...surgery import config_of
 from ..data.data import TrainingData
 from ..model import meta_model
 from ..recipe.recipe import Recipe, load_recipe
-from .catalogue import RECIPE
+from .catalog import RECIPE
 from .probes import Run, measured_data
 from .small_model import small_model
 

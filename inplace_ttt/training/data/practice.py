@@ -42,10 +42,10 @@ def with_practice(rows: Any, data: Data, encode: Encode, begins: Sequence[int] =
         require_room(data.synthetic_facts, data.sequence_length, encode)
     if isinstance(rows, RowStream):
         return dataclasses.replace(
-            rows, transform=functools.partial(practise, data=data, encode=encode, begins=begins)
+            rows, transform=functools.partial(practiced, data=data, encode=encode, begins=begins)
         )
     return rows.with_transform(
-        lambda batch: _transposed([practise(row, data, encode, begins) for row in _rows(batch)])
+        lambda batch: _transposed([practiced(row, data, encode, begins) for row in _rows(batch)])
     )
 
 
@@ -71,7 +71,7 @@ def seen_anyway(data: Data, reach: float) -> list[str]:
     ]
 
 
-def practise(row: Row, data: Data, encode: Encode, begins: Sequence[int] = ()) -> Row:
+def practiced(row: Row, data: Data, encode: Encode, begins: Sequence[int] = ()) -> Row:
     """Returns the row, or a copy whose longest document states facts twice or repeats a passage.
 
     Padding lacks labels, and therefore never counts as a document.

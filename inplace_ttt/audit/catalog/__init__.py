@@ -15,6 +15,6 @@ from .target import TARGET
 METHOD: tuple[Item, ...] = (*RULE, *TARGET, *CLIP, *SEQUENCE, *LAYERS, *CIRCUMSTANCES)
 
 
-def catalogue() -> dict[str, Item]:
+def catalog() -> dict[str, Item]:
     """Returns every item by its id."""
     return {item.id: item for item in METHOD}
