@@ -275,7 +275,7 @@ def _quoted(ids: Sequence[str]) -> str:
 
 
 def _against_absence(outcome: Outcome) -> Outcome:
-    """Returns the outcome for a feature that the public code lacks: having it goes beyond that code."""
+    """Returns the outcome for a feature that the reference code lacks: having it goes beyond that code."""
     verdict = {"conforms": "extension", "deviates": "conforms", "unspecified": "conforms"}.get(
         outcome.verdict, outcome.verdict
     )

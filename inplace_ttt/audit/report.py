@@ -15,7 +15,7 @@ from ..reports.page import render
 from .item import PROFILES, Item, Profile
 from .outcome import VERDICTS, Outcome, Verdict
 
-_NAMES: dict[Profile, str] = {"paper": "the paper", "reference": "the public code", "ttt_ntp": "TTT-NTP"}
+_NAMES: dict[Profile, str] = {"paper": "the paper", "reference": "the reference code", "ttt_ntp": "TTT-NTP"}
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Result:
             "verdict": self.verdict,
             "declared": self.declared,
             "sure": self.item.sure,
-            "public_code": self.item.public_code,
+            "reference_code": self.item.reference_code,
             "why": self.item.why,
             "remedy": self.item.remedy,
         }

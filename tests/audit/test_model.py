@@ -135,7 +135,7 @@ def test_the_catalog_is_complete() -> None:
     items = {**catalog(), **{item.id: item for item in RECIPE}}
     assert len(items) == len(METHOD) + len(RECIPE) == len({item.title for item in items.values()}) >= 50
     for item in items.values():
-        texts = (item.id, item.title, item.paper_ref, item.paper, item.public_code, item.why, item.remedy)
+        texts = (item.id, item.title, item.paper_ref, item.paper, item.reference_code, item.why, item.remedy)
         assert all(text.strip() for text in texts), item.id
         assert item.probe or item.on_model
 

@@ -1,4 +1,4 @@
-"""The public reference format: its tensors and keys in and out, against the formulation its code runs."""
+"""The reference format: its tensors and keys in and out, against the formulation its code runs."""
 
 import dataclasses
 import json
@@ -24,7 +24,7 @@ CHUNK = 8
 
 
 def write_reference_format(folder: Path, **keys: object) -> Path:
-    """A tiny checkpoint as the public code saves it, layer 5 named though the model has three."""
+    """A tiny checkpoint as the reference code saves it, layer 5 named though the model has three."""
     save_base(folder, "qwen3")
     tensors = load_file(folder / "model.safetensors")
     generator = torch.Generator().manual_seed(0)
@@ -69,7 +69,7 @@ class PublicDownProjection(nn.Module):
 
 
 @torch.no_grad()
-def test_import_computes_what_the_public_code_computes(
+def test_import_computes_what_the_reference_code_computes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     reference = write_reference_format(tmp_path / "reference")
@@ -177,7 +177,7 @@ def test_bad_reference_checkpoints(
     assert not (tmp_path / "ours").exists()
 
 
-def test_what_the_public_code_trained_is_not_converted_away(
+def test_what_the_reference_code_trained_is_not_converted_away(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     reference = write_reference_format(tmp_path / "reference")

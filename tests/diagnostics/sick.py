@@ -72,7 +72,7 @@ def half_state_model() -> nn.Module:
 
 @contextmanager
 def half_state() -> Iterator[None]:
-    """A stream whose state is in bfloat16, as in the public code."""
+    """A stream whose state is in bfloat16, as in the reference code."""
     real = FastWeight.write
 
     def rounded(

@@ -1,4 +1,4 @@
-"""Do writes store memory? The paper's rule, the public code's and the `ridge` preset, trained and evaluated
+"""Do writes store memory? The paper's rule, the reference code's and the `ridge` preset, trained and evaluated
 alike, over seeds.
 
 python tools/experiments/memory_evidence.py [--model gemma-3-270m] [--rules ridge paper reference] [--seeds 0 1

@@ -245,7 +245,7 @@ def converted_folder(world: World, spoil: Spoil | None) -> Numbers:
 
 
 def reference_format(world: World, spoil: Spoil | None) -> Numbers:
-    """In the public code's format, and back: the tensors and the rate."""
+    """In the reference code's format, and back: the tensors and the rate."""
     model = world.model(spoil=spoil, eta=2.0)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(Path(folder) / "ours")
