@@ -30,7 +30,7 @@ class WeightChange:
     @property
     def is_linear(self) -> bool:
         """True if reads are linear in z, so that `matrix` is the whole change."""
-        return self.keys is None or not bool(self.keys.centre.any())
+        return self.keys is None or not bool(self.keys.center.any())
 
     def read(self, z: Tensor) -> Tensor:
         """Returns what a session adds to the outputs of inputs z [..., h]: [..., d], of z's dtype."""

@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "inplace_ttt"
-GENERATED = {"audit-official-conversion.md"}
+GENERATED = {"audit-reference-conversion.md"}
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",

@@ -34,7 +34,7 @@ def read_once(name: str, rule: str) -> Session:
     model = converted(name, torch.float64, chunk_size=CHUNK, **RULES[rule]).eval()
     for layer in fast_weights(model).values():
         if layer.ttt.keys is not None:
-            layer.ttt.keys.centre.zero_()
+            layer.ttt.keys.center.zero_()
     session = Session(model)
     ids = random_ids(1, 2 * CHUNK)
     session.write_prompt(ids) if rule == "one write per prompt" else session.read(ids)

@@ -1,7 +1,7 @@
-"""Do writes store memory? The paper's rule, the public code's and the `ridge` preset, trained and evaluated
+"""Do writes store memory? The paper's rule, the reference code's and the `ridge` preset, trained and evaluated
 alike, over seeds.
 
-python tools/experiments/memory_evidence.py [--model gemma-3-270m] [--rules ridge paper official] [--seeds 0 1
+python tools/experiments/memory_evidence.py [--model gemma-3-270m] [--rules ridge paper reference] [--seeds 0 1
 2]
     [--one-process] [--out docs/results/cpu-2026-11/memory]
 
@@ -366,7 +366,7 @@ def _numbers(found: dict[str, Any]) -> dict[str, Any]:
     values = {
         key: found[key] for key in ("on", "off", "mismatched", "difference", "generic_gain", "document_gain")
     }
-    # without a base beside it, off is the base: conv and P alone have learnt
+    # without a base beside it, off is the base: conv and P alone have learned
     values["gain"] = found["gain"] or found["difference"]
     if len(found["documents"]) == DOCUMENTS:
         unseen = found["documents"][CHOSEN_ON:]

@@ -1,4 +1,4 @@
-"""What a soft prompt gains: learnt keys and values that every token sees, as many numbers as conv and P have,
+"""What a soft prompt gains: learned keys and values that every token sees, as many numbers as conv and P have,
 trained on the same rows.
 
 python tools/experiments/soft_prompt.py [--rates 3e-3] [--seeds 0 1 2] [--out
@@ -59,11 +59,11 @@ class SoftPrompt(nn.Module):
         with torch.no_grad(), attention_window(model, PREFIX):
             model(ids[:, :PREFIX], **{CACHE: cache}, use_cache=True)
         keys_and_values = [torch.stack([layer.keys, layer.values]) for layer in cache.layers]
-        self.learnt = nn.Parameter(torch.stack(keys_and_values).float())
+        self.learned = nn.Parameter(torch.stack(keys_and_values).float())
 
     def put_into(self, cache: Cache, model: PreTrainedModel) -> None:
         """Into an empty cache of `window_cache`, whose next token stays the first."""
-        for layer, (keys, values) in zip(cache.layers, self.learnt.to(model.dtype), strict=True):
+        for layer, (keys, values) in zip(cache.layers, self.learned.to(model.dtype), strict=True):
             layer.lazy_initialization(keys, values)
             layer.keys, layer.values = keys, values
 

@@ -6,7 +6,7 @@ python tools/experiments/untrained_recall.py [--layers 6 12] [--ranks 64 288 432
     [--out docs/results/cpu-2026-11/untrained-recall.json]
 
 SmolLM2-135M reads held-out documents in which a passage of 512 tokens stands again 1,024 tokens later. A
-layer's memory is written with its own keys and, as values, the centred embedding of the next token: what a
+layer's memory is written with its own keys and, as values, the centered embedding of the next token: what a
 convolution with one tap and P = I makes. The recall is how often, on the second copy, what is read is nearest
 to the right one of all 49,152 embeddings. Costs are times of keys and op over that of the plain
 down-projection, forward, one thread, median of pairs. A seed that is in OUT.json is done.
@@ -126,7 +126,7 @@ def main() -> int:
 
 def measure(model: Any, seed: int, variants: list[Variant], args: argparse.Namespace) -> list[dict[str, Any]]:
     """Recall by layer and cost of each variant, on the documents of a seed."""
-    table = centred(model)
+    table = centered(model)
     known, read, starts = documents(args.documents, seed)
     directions = leading(model, known, max(args.ranks))
     z = inputs(model, read)
@@ -190,7 +190,7 @@ def inputs(model: Any, rows: Tensor) -> dict[int, Tensor]:
     return {layer: torch.cat(parts) for layer, parts in found.items()}
 
 
-def centred(model: Any) -> Tensor:
+def centered(model: Any) -> Tensor:
     """The embeddings [vocabulary, d] less their mean."""
     table = model.get_input_embeddings().weight.detach()
     return table - table.mean(0)
@@ -210,14 +210,14 @@ def leading(model: Any, rows: Tensor, rank: int) -> dict[int, Directions]:
 def keys_of(found: Directions, rank: int | None) -> Keys:
     """Keys whose mean square is one: raw ones scaled, or whitened ones."""
     if rank is None:
-        scale = ((1 - float(found.centre.square().sum())) / found.trace) ** 0.5
+        scale = ((1 - float(found.center.square().sum())) / found.trace) ** 0.5
         return lambda z: z * scale
     directions = whitened(
         found._replace(values=found.values[:rank], vectors=found.vectors[:, :rank]), KeyWhitening().shrinkage
     )
     keys = WhitenedKeys(directions.shape[1], len(directions))
     keys.directions.copy_(directions)
-    keys.centre.copy_(found.centre)
+    keys.center.copy_(found.center)
     return keys
 
 

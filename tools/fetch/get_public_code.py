@@ -1,6 +1,6 @@
 """Get the files of public implementations that tests run, at pinned commits, from GitHub.
 
-Their licences are their own; nothing of them is installed or becomes part of this project.
+Their licenses are their own; nothing of them is installed or becomes part of this project.
 
     python tools/fetch/get_public_code.py       # prints .cache/public-code
 """

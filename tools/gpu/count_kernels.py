@@ -63,7 +63,7 @@ def kernels(shape: Shape) -> dict[str, Work]:
     }
 
 
-def materialising_passes(shape: Shape) -> float:
+def materializing_passes(shape: Shape) -> float:
     """Bytes of the public formulation's [chunks, d, h] tensors in 16 bits, forward and backward.
 
     Forward: deltas written; scaled, concatenated and summed, each read and written; read. Backward: its
@@ -86,7 +86,7 @@ def tables(tokens: int, rate: float, bandwidth: float) -> list[str]:
     lines = [
         "| model, C | a product | walk: compute, memory | read: compute, memory | bound | floor of all 7 | "
         "7 products in it "
-        "| materialising moves |",
+        "| materializing moves |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, (d, h) in WIDTHS.items():
@@ -105,7 +105,7 @@ def tables(tokens: int, rate: float, bandwidth: float) -> list[str]:
                 f"{read_compute:.2f}, {read_memory:.2f} | {bound[walk_memory > walk_compute]}, "
                 f"{bound[read_memory > read_compute]} | "
                 f"{floor:.1f} ms | {7 * shape.product / rate / 1e9 / floor:.0%} | "
-                f"{materialising_passes(shape) / bandwidth / 1e9:.1f} ms |"
+                f"{materializing_passes(shape) / bandwidth / 1e9:.1f} ms |"
             )
     lines += [
         "",

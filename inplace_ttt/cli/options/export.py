@@ -11,7 +11,7 @@ EXAMPLES = """examples:
   inplace-ttt export ./smollm2-ttt ./smollm2-adapter --format adapter
   inplace-ttt export ./smollm2-adapter ./smollm2-full --format full
   inplace-ttt export runs/lora/final ./smollm2-merged --format full
-  inplace-ttt export ./qwen3-8b-ttt ./qwen3-8b-public --format official
+  inplace-ttt export ./qwen3-8b-ttt ./qwen3-8b-public --format reference
   inplace-ttt export ./smollm2-gradient ./book-lora --format lora --session book.state
   inplace-ttt export ./smollm2-gradient ./book-plain --format plain --session book.state"""
 
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--format",
         required=True,
-        choices=("official", "adapter", "full", "plain", "lora"),
+        choices=("reference", "adapter", "full", "plain", "lora"),
         help="format to write; plain and lora hold a session, and need no inplace-ttt to load",
     )
     parser.add_argument(
