@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..checkpoint.fingerprint import fingerprint_of
 from ..checkpoint.to_adapter import unchanged_base
@@ -19,12 +18,12 @@ from ..errors import InPlaceTTTError, shown
 from ..families import CACHE
 from ..files.folders import new_folder
 from ..files.manifest import CHECKPOINT
-from ..layer.cache import CarriesFastWeight, attach, only_written, plain_class, stop_recording, streams
+from ..layer.cache import only_written, stop_recording, streams
 from ..layer.forward_context import reading_text
-from ..layer.prompt_stream import stream_class
-from ..surgery import config_of, fast_weights
+from ..surgery import config_of
 from . import file as session_file
 from .check import check_header, check_session
+from .contents import contents_of, fill
 from .lora import RANK, write_lora
 from .plain_model import bake
 from .prompt import write_prompt
@@ -426,28 +425,7 @@ class Session:
         """
         if self.tokens is not None:  # without tokens, a cache that was used by hand is saved as it is
             self._refuse_unknown()
-        tensors: dict[str, Tensor] = {}
-        attention: dict[int, dict[str, int | None]] = {}
-        again = max((stream.asks_again for stream in streams(self.cache).values()), default=0)
-        for index, layer in enumerate(self.cache.layers):
-            if isinstance(layer, CarriesFastWeight):
-                tensors |= {
-                    f"{index}.fast.{name}": tensor for name, tensor in layer.fast_weight.tensors().items()
-                }
-            if getattr(layer, "is_initialized", False) and layer.get_seq_length() > 0:
-                if plain_class(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
-                    raise InPlaceTTTError(
-                        f"a {plain_class(layer).__name__} cannot be saved; use a DynamicCache, or save "
-                        "state.drop_kv_cache()."
-                    )
-                window = getattr(layer, "sliding_window", None)
-                # a layer that records its past holds more
-                kept = slice(None) if window is None else slice(-window + 1 - again, None)
-                tensors |= {
-                    f"{index}.keys": layer.keys[:, :, kept],
-                    f"{index}.values": layer.values[:, :, kept],
-                }
-                attention[index] = {"length": layer.get_seq_length(), "window": window}
+        tensors, attention = contents_of(self.cache)
         if self.tokens is not None:
             tensors["tokens"] = self.tokens.contiguous()
         session_file.write(
@@ -455,7 +433,7 @@ class Session:
             tensors,
             config=config_of(self.model).to_dict(),
             fingerprint=fingerprint_of(self.model),
-            attention={str(index): kept for index, kept in attention.items()},
+            attention=attention,
         )
 
     @classmethod
@@ -478,32 +456,11 @@ class Session:
             True
         """
         header, tensors = session_file.read(path)
-        config = config_of(model)
-        check_header(path, header, config, fingerprint_of(model))
+        check_header(path, header, config_of(model), fingerprint_of(model))
         check_session(path, header, tensors, model)
         state = cls(model)
         state.tokens = tensors.pop("tokens", None)
         if state.tokens is not None:
             state.tokens = state.tokens.to(model.device)
-        for name, saved in header.attention.items():
-            index = int(name)
-            layer = DynamicLayer() if saved.window is None else DynamicSlidingWindowLayer(saved.window)
-            state.cache.layers[index] = layer
-            keys, values = (
-                tensors[f"{index}.{name}"].to(model.device, model.dtype) for name in ("keys", "values")
-            )
-            layer.lazy_initialization(keys, values)
-            layer.keys, layer.values = keys, values
-            if saved.window is not None:
-                layer.cumulative_length = saved.length
-                layer.record_past = keys.shape[2] >= saved.window
-        for index in fast_weights(model):
-            prefix = f"{index}.fast."
-            held = {
-                name.removeprefix(prefix): t.to(model.device)
-                for name, t in tensors.items()
-                if name.startswith(prefix)
-            }
-            if held:
-                attach(state.cache, index, stream_class(config).restore(held, config, model.dtype))
+        fill(state.cache, model, header, tensors)
         return state
