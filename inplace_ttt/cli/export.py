@@ -27,9 +27,7 @@ from .loading import load_with_tokenizer
 def run(args: argparse.Namespace) -> Result:
     of_session = args.format in ("plain", "lora")
     if of_session and args.session is None:
-        raise InPlaceTTTError(
-            f"--format {args.format} holds what a session has read; name it with --session."
-        )
+        raise InPlaceTTTError(f"--format {args.format} needs a session; name it with --session.")
     for option, formats in (("session", ("plain", "lora")), ("text", ("plain", "lora")), ("rank", ("lora",))):
         if getattr(args, option) is not None and args.format not in formats:
             raise InPlaceTTTError(

@@ -20,8 +20,9 @@ from ..checkpoint.to_adapter import unchanged_base
 from ..errors import InPlaceTTTError
 from ..evaluation.exported import Kept, Read, mean_loss, rows_of
 from ..files.text import ids_within, read_text
-from ..session.lora import RANK, write_lora
+from ..session.lora import write_lora
 from ..session.plain_model import bake, plain_copy
+from ..session.rank import RANK
 from ..session.session import Session
 from ..session.weight_change import WeightChange, low_rank
 from .loading import load_with_tokenizer, refuse_not_finite
@@ -38,7 +39,7 @@ def export_session(
         output: the folder to write.
 
     Returns:
-        What was written and measured.
+        The facts about the export, as `--json` prints them.
 
     Raises:
         InPlaceTTTError: if the session does not belong to the model, has written nothing, or holds several
@@ -57,7 +58,7 @@ def export_session(
         "unwritten": session.unwritten,
         "rank": None,
         "lost": None,
-        "measured_on": args.text or "what the session has read",
+        "measured_on": args.text or "the session's text",
     }
     if args.format == "lora":
         base = unchanged_base(model, args.base, "export it with --format plain")
@@ -91,7 +92,7 @@ def render(result: dict[str, Any]) -> list[str]:
         lost = ", ".join(f"layer {index} {share:.1%}" for index, share in result["lost"].items())
         lines.append(f"rank {result['rank']} leaves out of each change's norm: {lost}")
     if (kept := result["kept"]) is None:
-        return [*lines, "what it keeps was not measured: the session has no tokens; give --text"]
+        return [*lines, "the kept gain was not measured, since the session has no tokens; give --text"]
     share = "" if kept["share"] is None else f", {kept['share']:.1%} of the session's gain"
     return [
         *lines,
@@ -101,7 +102,7 @@ def render(result: dict[str, Any]) -> list[str]:
 
 
 def _rows(args: argparse.Namespace, session: Session, tokenizer: PreTrainedTokenizerBase) -> Tensor | None:
-    """Returns rows [B, T] to measure on: the start of --text, else of what the session has read."""
+    """Returns rows [B, T] to measure on: the start of --text, else of the tokens that the session has read."""
     if args.text is not None:
         ids = torch.tensor(ids_within(tokenizer, read_text(args.text)), dtype=torch.int64)
     elif session.tokens is not None:
@@ -126,7 +127,7 @@ def _measured(
         plain: the model without TTT.
         exported: the exported model, which still needs the additions `reads`.
         changes: of the session.
-        reads: layer -> what is added to its outputs.
+        reads: layer -> the addition to its outputs.
         rows: token ids [B, T].
     """
     if rows is None:

@@ -1,4 +1,4 @@
-"""Measures what an exported session keeps of the session's gain, on a text."""
+"""Measures on a text how much of a session's gain its export keeps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..families import locate
 from .token_losses import Progress, token_losses
 
 PIECE = 512
-"""Tokens per row. A row sees no earlier one, so that attention does not hide what the weights know."""
+"""Tokens per row. A row sees no earlier one, so that attention does not hide the part of the weights."""
 MOST = 8 * PIECE
 """Most tokens of a text that are read."""
 
@@ -59,7 +59,7 @@ def mean_loss(
     Args:
         plain: a model without TTT.
         rows: token ids.
-        reads: layer -> what is added to the outputs of its down-projection.
+        reads: layer -> the addition to the outputs of its down-projection.
         progress: called with the number of tokens after each row.
     """
     with _adding(plain, reads):

@@ -17,9 +17,6 @@ from ..files.folders import save_tensors
 from ..files.json_files import write_json
 from .weight_change import LowRank
 
-RANK = 128
-"""The default rank. docs/export.md has what other ranks keep of a session."""
-
 _WEIGHTS = "adapter_model.safetensors"
 
 

@@ -24,9 +24,10 @@ from ..surgery import config_of
 from . import file as session_file
 from .check import check_header, check_session
 from .contents import contents_of, fill
-from .lora import RANK, write_lora
+from .lora import write_lora
 from .plain_model import bake
 from .prompt import write_prompt
+from .rank import RANK
 from .weight_change import WeightChange, low_rank, weight_changes
 
 _READ_AT_ONCE = 1024
@@ -326,7 +327,7 @@ class Session:
         return fresh
 
     def weight_changes(self, row: int = 0) -> dict[int, WeightChange]:
-        """Returns the change of each TTT layer's W0 by the chunks written so far (paper Eq. (1): W0 + ηS).
+        """Computes the change of each TTT layer's W0 by the chunks written so far (paper Eq. (1): W0 + ηS).
 
         Args:
             row: which sequence of the session.
@@ -345,7 +346,7 @@ class Session:
         return weight_changes(self.model, self.cache, row)
 
     def bake(self, row: int = 0) -> PreTrainedModel:
-        """Makes a plain model whose down-projections hold what the session has written: W0 + ηS.
+        """Makes a plain model whose down-projections hold the session's writes: W0 + ηS.
 
         The model needs no `inplace_ttt` and writes nothing. It shares all other weights with the session's
         model. Tokens of an unfinished chunk are not in it.
@@ -377,7 +378,7 @@ class Session:
         base: str | None = None,
         overwrite: bool = False,
     ) -> dict[int, float]:
-        """Writes what the session has written as a LoRA adapter of its base, for PEFT, vLLM and others.
+        """Saves the session's writes as a LoRA adapter of its base, for PEFT, vLLM and others.
 
         Each layer's change of W0 is cut to its best approximation of the given rank.
 

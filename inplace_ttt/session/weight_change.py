@@ -33,7 +33,7 @@ class WeightChange:
         return self.keys is None or not bool(self.keys.center.any())
 
     def read(self, z: Tensor) -> Tensor:
-        """Returns what a session adds to the outputs of inputs z [..., h]: [..., d], of z's dtype."""
+        """Returns the session's addition [..., d] to the outputs of inputs z [..., h], in z's dtype."""
         keys = z if self.keys is None else self.keys(z)
         return (keys.to(self.left.dtype) @ self.left.mT).to(z.dtype)
 
@@ -57,7 +57,7 @@ class LowRank:
     lost: float
 
     def read(self, z: Tensor) -> Tensor:
-        """Returns what the adapter adds to the outputs of inputs z [..., h]: [..., d], of z's dtype."""
+        """Returns the adapter's addition [..., d] to the outputs of inputs z [..., h], in z's dtype."""
         return (z.to(self.a.dtype) @ self.a.mT @ self.b.mT).to(z.dtype)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ...session.lora import RANK
+from ...session.rank import RANK
 from ..arguments import add_push, path, whole
 
 EXAMPLES = """examples:
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--text",
         type=path,
         metavar="PATH",
-        help="UTF-8 text whose loss is measured (default: what the session has read)",
+        help="UTF-8 text whose loss is measured (default: the session's text)",
     )
     parser.add_argument(
         "--base", type=path, metavar="PATH", help="present place of an adapter's base, if it was moved"
