@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[2]
-TABLE = ROOT / "docs" / "results" / "versions.md"
+TABLE = ROOT / "docs" / "results" / "notes" / "versions.md"
 SHOWN = ("transformers", "torch", "peft", "accelerate", "deepspeed")
 TESTS = (  # what touches transformers, torch, peft and DeepSpeed, in about five minutes
     "tests/laws/test_l2_streaming.py",
