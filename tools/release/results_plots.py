@@ -67,7 +67,7 @@ def gain_by_rule() -> dict[str, Any]:
     """Returns for each panel and rule three pairs (mean, standard error), in nats per token.
 
     The two parts of `total` are `document`, the gain from the document's own writes, and `generic`, the rest. Without
-    writes, `total` is the change against the base. `full attention` is what the untrained base gains by it.
+    writes, `total` is the change against the base. `full attention` is the gain of the untrained base by full attention.
     """
     panels: dict[str, Any] = {}
     for title, file in MEMORY.items():
