@@ -110,7 +110,7 @@ def rows(bench: Bench, expected: Any) -> Outcome:
     found = (
         "rows are independent"
         if holds
-        else f"row {off.index(max(off))} of two differs from itself alone by {max(off):.3g} times one write's effect"
+        else f"row {off.index(max(off))} differs from itself alone by {max(off):.3g} times one write's effect"
     )
     return judged(holds, found, {"row 0 against alone": off[0], "row 1 against alone": off[1]}, TOLERANCE)
 
