@@ -9,7 +9,7 @@
 
 from .adapters import AuditedModule, ReferenceMLP
 from .auditor import audit_model, audit_module
-from .catalogue import catalogue
+from .catalog import catalog
 from .item import Item
 from .outcome import NotChecked, Outcome
 from .report import Declaration, Report, Result
@@ -25,5 +25,5 @@ __all__ = [
     "Result",
     "audit_model",
     "audit_module",
-    "catalogue",
+    "catalog",
 ]

@@ -54,7 +54,7 @@ def write_card(
         source: folder that the checkpoint is made from, if there is one.
         config: the TTT config.
         base: description of the base, as in config.json.
-        form: "full", "adapter", "lora" (PEFT's folder, with conv and P) or "official".
+        form: "full", "adapter", "lora" (PEFT's folder, with conv and P) or "reference".
         facts: tables of plain values. `calibration` has files, tokens and sha256. `training` has steps,
             tokens_a_step, train, sources and sha256. `evaluation` has documents and the keys of
             `Comparison.to_dict`. `audit` has profile, undeclared and declared. Pass None for a fact that does

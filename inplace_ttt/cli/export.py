@@ -9,8 +9,8 @@ from typing import Any
 
 from ..checkpoint.adapter import write_adapter
 from ..checkpoint.card import write_card
-from ..checkpoint.official import write_official
 from ..checkpoint.opened import Adapter, Full, Lora, Opened, open_model
+from ..checkpoint.reference_format import write_reference_format
 from ..checkpoint.saved_tensors import require_sound
 from ..checkpoint.to_adapter import base_of
 from ..checkpoint.writing import describe_base, empty_model, write_full
@@ -40,17 +40,17 @@ def render(result: dict[str, Any]) -> str:
     return "\n".join([f"wrote {result['output']} ({result['format']})", *pushed(result)])
 
 
-def _official(args: argparse.Namespace, found: Opened) -> None:
+def _reference_format(args: argparse.Namespace, found: Opened) -> None:
     if not isinstance(found, Full):
         raise InPlaceTTTError(
-            f"{args.path} is an adapter, the official format holds all weights; export it as full first."
+            f"{args.path} is an adapter, the reference format holds all weights; export it as full first."
         )
     checkpoint = found.checkpoint
     checkpoint.ttt_config  # noqa: B018 - raises if not converted
     require_sound(checkpoint, empty_model(checkpoint)[1])
     with _output(args) as folder:
-        write_official(folder, checkpoint)
-        write_card(folder, checkpoint.folder, checkpoint.ttt_config, found.described_base, "official")
+        write_reference_format(folder, checkpoint)
+        write_card(folder, checkpoint.folder, checkpoint.ttt_config, found.described_base, "reference")
 
 
 def _adapter(args: argparse.Namespace, found: Opened) -> None:
@@ -90,4 +90,4 @@ def _merged(args: argparse.Namespace, found: Opened) -> None:
         write_card(folder, found.folder, written.checkpoint.ttt_config, written.described_base, "full")
 
 
-_WRITERS = {"official": _official, "adapter": _adapter, "full": _full}
+_WRITERS = {"reference": _reference_format, "adapter": _adapter, "full": _full}

@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "inplace_ttt"
 TOOLS = ROOT / "tools"
 RECIPES = ROOT / "recipes"
-GENERATED = {"audit-official-conversion.md"}
+GENERATED = {"audit-reference-conversion.md"}
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",

@@ -62,7 +62,7 @@ def _prefill_into_cache(model: PreTrainedModel, ids: torch.Tensor) -> None:
 
 
 def _training_step(model: PreTrainedModel, ids: torch.Tensor) -> None:
-    """Forward and backward, without an optimiser."""
+    """Forward and backward, without an optimizer."""
     model.train()
     model.zero_grad(set_to_none=True)
     model(ids, labels=ids, use_cache=False).loss.backward()

@@ -1,6 +1,6 @@
-"""Trains and evaluates the paper's rule, the public code's and the preset `ridge` alike, over seeds.
+"""Trains and evaluates the paper's rule, the reference code's and the preset `ridge` alike, over seeds.
 
-    python tools/experiments/memory_evidence.py [--model gemma-3-270m] [--rules ridge paper official] \\
+    python tools/experiments/memory_evidence.py [--model gemma-3-270m] [--rules ridge paper reference] \\
         [--seeds 0 1 2] [--one-process] [--out docs/results/cpu-2026-11/memory]
 
 The results show if writes store the content of a document.
@@ -380,7 +380,7 @@ def _numbers(found: dict[str, Any]) -> dict[str, Any]:
     values = {
         key: found[key] for key in ("on", "off", "mismatched", "difference", "generic_gain", "document_gain")
     }
-    # without a base beside it, off is the base: conv and P alone have learnt
+    # without a base beside it, off is the base: conv and P alone have learned
     values["gain"] = found["gain"] or found["difference"]
     if len(found["documents"]) == DOCUMENTS:
         unseen = found["documents"][CHOSEN_ON:]

@@ -75,7 +75,7 @@ LORA = ("training.trainable=lora", f"training.lora.targets={_TARGETS}", "trainin
 RULES = {
     "ridge": ridge(),
     "paper": papers("paper", "eta=1"),
-    "official": papers("official", "eta=3"),
+    "reference": papers("reference", "eta=3"),
     **{f"paper, eta {eta}": papers("paper", f"eta={eta}") for eta in (0.04, 0.004)},
     "gradient": gradient(),
     **{f"gradient, chunks of {size}": gradient("--chunk-size", str(size)) for size in (64, 256)},
@@ -101,5 +101,5 @@ RULES = {
         for eta in (1, 3)
     },
 }
-MAIN = ("ridge", "paper", "official")
+MAIN = ("ridge", "paper", "reference")
 """Rules that run by default. Each other rule changes one choice."""

@@ -143,9 +143,9 @@ def _run(variant: Variant, seed: int, args: argparse.Namespace) -> dict[str, Any
     groups = parameter_groups(model, settings)
     for group in groups:
         group["lr"] *= group["name"] not in variant.identity
-    optimiser = torch.optim.AdamW(groups, betas=settings.betas, eps=settings.epsilon)
+    optimizer = torch.optim.AdamW(groups, betas=settings.betas, eps=settings.epsilon)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimiser, [schedule(settings, args.steps, group["name"]) for group in groups]
+        optimizer, [schedule(settings, args.steps, group["name"]) for group in groups]
     )
     start, losses = time.perf_counter(), []
     with nullcontext() if variant.state is None else _state_kept_in(getattr(torch, variant.state)):
@@ -154,9 +154,9 @@ def _run(variant: Variant, seed: int, args: argparse.Namespace) -> dict[str, Any
             loss = model(**{name: column.long() for name, column in batch.items()}, use_cache=False).loss
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
-            optimiser.step()
+            optimizer.step()
             scheduler.step()
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             losses.append(loss.item())
         model.eval()
         on = recall_accuracy(model, held_out)

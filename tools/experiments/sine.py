@@ -125,7 +125,7 @@ class WindowAttention(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """An LSTM from the wave's first element on, with a learnt start."""
+    """An LSTM from the wave's first element on, with a learned start."""
 
     def __init__(self, dim: int, segment: int) -> None:
         super().__init__()

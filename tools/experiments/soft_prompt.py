@@ -57,12 +57,12 @@ class SoftPrompt(nn.Module):
         with torch.no_grad(), attention_window(model, PREFIX):
             model(ids[:, :PREFIX], **{CACHE: cache}, use_cache=True)
         keys_and_values = [torch.stack([layer.keys, layer.values]) for layer in cache.layers]
-        self.learnt = nn.Parameter(torch.stack(keys_and_values).float())
+        self.learned = nn.Parameter(torch.stack(keys_and_values).float())
 
     def put_into(self, cache: Cache, model: PreTrainedModel) -> None:
         """Puts the prompt into an empty cache of `window_cache`. The next token still counts as the first
         one."""
-        for layer, (keys, values) in zip(cache.layers, self.learnt.to(model.dtype), strict=True):
+        for layer, (keys, values) in zip(cache.layers, self.learned.to(model.dtype), strict=True):
             layer.lazy_initialization(keys, values)
             layer.keys, layer.values = keys, values
 

@@ -136,7 +136,7 @@ def main() -> int:
 
 def measure(model: Any, seed: int, variants: list[Variant], args: argparse.Namespace) -> list[dict[str, Any]]:
     """Returns recall by layer and cost of each variant, on the documents of a seed."""
-    table = centred(model)
+    table = centered(model)
     known, read, starts = documents(args.documents, seed)
     directions = leading(model, known, max(args.ranks))
     z = inputs(model, read)
@@ -205,7 +205,7 @@ def inputs(model: Any, rows: Tensor) -> dict[int, Tensor]:
     return {layer: torch.cat(parts) for layer, parts in found.items()}
 
 
-def centred(model: Any) -> Tensor:
+def centered(model: Any) -> Tensor:
     """Returns the embeddings [vocabulary, d] minus their mean."""
     table = model.get_input_embeddings().weight.detach()
     return table - table.mean(0)
@@ -225,14 +225,14 @@ def leading(model: Any, rows: Tensor, rank: int) -> dict[int, Directions]:
 def keys_of(found: Directions, rank: int | None) -> Keys:
     """Returns a function to keys with a mean square of one: scaled raw keys, or whitened ones."""
     if rank is None:
-        scale = ((1 - float(found.centre.square().sum())) / found.trace) ** 0.5
+        scale = ((1 - float(found.center.square().sum())) / found.trace) ** 0.5
         return lambda z: z * scale
     directions = whitened(
         found._replace(values=found.values[:rank], vectors=found.vectors[:, :rank]), KeyWhitening().shrinkage
     )
     keys = WhitenedKeys(directions.shape[1], len(directions))
     keys.directions.copy_(directions)
-    keys.centre.copy_(found.centre)
+    keys.center.copy_(found.center)
     return keys
 
 

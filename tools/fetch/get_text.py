@@ -46,7 +46,7 @@ class Collection:
     archive: Archive
     pattern: str
     target: str
-    licence: str
+    license: str
 
 
 COLLECTIONS = [
@@ -86,7 +86,7 @@ def extract(path: Path, collections: Sequence[Collection], folder: Path) -> list
                         "file": name,
                         "bytes": len(data),
                         "sha256": hashlib.sha256(data).hexdigest(),
-                        "licence": collection.licence,
+                        "license": collection.license,
                         "source": f"{collection.archive}, {member.name}",
                     }
                 )

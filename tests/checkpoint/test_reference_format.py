@@ -1,4 +1,4 @@
-"""The public reference format: its tensors and keys in and out, against the formulation its code runs."""
+"""The reference format: its tensors and keys in and out, against the formulation its code runs."""
 
 import dataclasses
 import json
@@ -17,14 +17,14 @@ from checkpoint.folders import save_base, tensors_of
 from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, calibrate, cli, convert, load
 from inplace_ttt.checkpoint.loading import load_base
 from inplace_ttt.checkpoint.reading import Checkpoint
-from inplace_ttt.ops.benchmark import materialising
+from inplace_ttt.ops.benchmark import materializing
 from inplace_ttt.surgery import config_of
 
 CHUNK = 8
 
 
-def write_official(folder: Path, **keys: object) -> Path:
-    """A tiny checkpoint as the public code saves it, layer 5 named though the model has three."""
+def write_reference_format(folder: Path, **keys: object) -> Path:
+    """A tiny checkpoint as the reference code saves it, layer 5 named though the model has three."""
     save_base(folder, "qwen3")
     tensors = load_file(folder / "model.safetensors")
     generator = torch.Generator().manual_seed(0)
@@ -65,22 +65,22 @@ class PublicDownProjection(nn.Module):
             @ self.proj
         )
         # that function's own rate is 0.1
-        return materialising(z, target * self.eta / 0.1, self.weight, CHUNK)
+        return materializing(z, target * self.eta / 0.1, self.weight, CHUNK)
 
 
 @torch.no_grad()
-def test_import_computes_what_the_public_code_computes(
+def test_import_computes_what_the_reference_code_computes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    official = write_official(tmp_path / "official")
+    reference = write_reference_format(tmp_path / "reference")
     capsys.readouterr()  # saving may have imported DeepSpeed, which says so
-    assert cli.main(["import-official", str(official), str(tmp_path / "ours"), "--json"]) == 0
+    assert cli.main(["import-reference", str(reference), str(tmp_path / "ours"), "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["layers"] == [0, 2]
     assert result["ignored_layers"] == [5]
     model = load(tmp_path / "ours")
-    tensors = load_file(official / "model.safetensors")
-    public = AutoModelForCausalLM.from_pretrained(official).eval()
+    tensors = load_file(reference / "model.safetensors")
+    public = AutoModelForCausalLM.from_pretrained(reference).eval()
     for layer in (0, 2):
         mlp = public.model.layers[layer].mlp
         down = PublicDownProjection(
@@ -93,12 +93,14 @@ def test_import_computes_what_the_public_code_computes(
     ids = random_ids(1, 5 * CHUNK)
     found, expected = logits(model, ids), logits(public, ids)
     assert distance(found, expected) < 1e-5
-    plain = AutoModelForCausalLM.from_pretrained(official).eval()
+    plain = AutoModelForCausalLM.from_pretrained(reference).eval()
     assert distance(logits(plain, ids), expected) > 0.05, "the writes must show"
 
 
 def test_import_leaves_no_foreign_tensor(tmp_path: Path) -> None:
-    cli.main(["import-official", str(write_official(tmp_path / "official")), str(tmp_path / "ours")])
+    cli.main(
+        ["import-reference", str(write_reference_format(tmp_path / "reference")), str(tmp_path / "ours")]
+    )
     assert not any("ttt_conv" in name or "ttt_proj" in name for name in tensors_of(tmp_path / "ours"))
     _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
     assert not info["unexpected_keys"]
@@ -109,8 +111,8 @@ def test_without_projection_it_is_the_identity(tmp_path: Path) -> None:
     assert (
         cli.main(
             [
-                "import-official",
-                str(write_official(tmp_path / "official", ttt_proj=False)),
+                "import-reference",
+                str(write_reference_format(tmp_path / "reference", ttt_proj=False)),
                 str(tmp_path / "ours"),
             ]
         )
@@ -120,28 +122,30 @@ def test_without_projection_it_is_the_identity(tmp_path: Path) -> None:
 
 
 def test_export_is_the_inverse_of_import(tmp_path: Path) -> None:
-    official = write_official(tmp_path / "official", ttt_layers=[0, 2], ttt_target="input_embed")
-    cli.main(["import-official", str(official), str(tmp_path / "ours")])
-    assert cli.main(["export", str(tmp_path / "ours"), str(tmp_path / "back"), "--format", "official"]) == 0
-    before, after = tensors_of(official), tensors_of(tmp_path / "back")
+    reference = write_reference_format(tmp_path / "reference", ttt_layers=[0, 2], ttt_target="input_embed")
+    cli.main(["import-reference", str(reference), str(tmp_path / "ours")])
+    assert cli.main(["export", str(tmp_path / "ours"), str(tmp_path / "back"), "--format", "reference"]) == 0
+    before, after = tensors_of(reference), tensors_of(tmp_path / "back")
     assert before.keys() == after.keys()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == json.loads(
-        (official / "config.json").read_text()
+        (reference / "config.json").read_text()
     )
 
 
 def test_export_of_a_saved_model_drops_our_tensors(tmp_path: Path) -> None:
-    """save_pretrained puts all tensors into one file; the official folder gets that file without ours."""
-    cli.main(["import-official", str(write_official(tmp_path / "official")), str(tmp_path / "ours")])
+    """save_pretrained puts all tensors into one file; the reference folder gets that file without ours."""
+    cli.main(
+        ["import-reference", str(write_reference_format(tmp_path / "reference")), str(tmp_path / "ours")]
+    )
     model = load(tmp_path / "ours")
     turn_writer_on(model)
     model.save_pretrained(tmp_path / "trained")
     assert (
-        cli.main(["export", str(tmp_path / "trained"), str(tmp_path / "back"), "--format", "official"]) == 0
+        cli.main(["export", str(tmp_path / "trained"), str(tmp_path / "back"), "--format", "reference"]) == 0
     )
     assert not any(".ttt." in name for name in tensors_of(tmp_path / "back"))
-    cli.main(["import-official", str(tmp_path / "back"), str(tmp_path / "again")])
+    cli.main(["import-reference", str(tmp_path / "back"), str(tmp_path / "again")])
     again = load(tmp_path / "again")
     assert config_of(again) == config_of(model)
     assert torch.equal(logits(again, random_ids(1, 40)), logits(model, random_ids(1, 40)))
@@ -161,27 +165,27 @@ def test_export_of_a_saved_model_drops_our_tensors(tmp_path: Path) -> None:
         ({"ttt_lr": "fast"}, "eta"),
     ],
 )
-def test_bad_official_checkpoints(
+def test_bad_reference_checkpoints(
     keys: dict[str, object], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    official = write_official(tmp_path / "official", **keys)
+    reference = write_reference_format(tmp_path / "reference", **keys)
     capsys.readouterr()
-    assert cli.main(["import-official", str(official), str(tmp_path / "ours")]) == 2
+    assert cli.main(["import-reference", str(reference), str(tmp_path / "ours")]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
     assert not (tmp_path / "ours").exists()
 
 
-def test_what_the_public_code_trained_is_not_converted_away(
+def test_what_the_reference_code_trained_is_not_converted_away(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    official = write_official(tmp_path / "official")
-    assert cli.main(["convert", str(official), str(tmp_path / "ours"), "--chunk-size", "4"]) == 2
+    reference = write_reference_format(tmp_path / "reference")
+    assert cli.main(["convert", str(reference), str(tmp_path / "ours"), "--chunk-size", "4"]) == 2
     assert "has fast weights of the reference code, which would be lost" in capsys.readouterr().err
     # as a recipe's model, or an evaluation's base
     with pytest.raises(InPlaceTTTError, match="has fast weights of the reference code"):
-        load_base(tmp_path / "official")
+        load_base(tmp_path / "reference")
 
 
 @pytest.mark.parametrize(
@@ -191,14 +195,14 @@ def test_an_import_can_be_loaded(
     name: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A tensor of the base is missing, or another model's."""
-    official = write_official(tmp_path / "official")
-    tensors = load_file(official / "model.safetensors")
+    reference = write_reference_format(tmp_path / "reference")
+    tensors = load_file(reference / "model.safetensors")
     tensors[name] = tensors[name][:-1]
     if message == "lacks":
         del tensors[name]
-    save_file(tensors, official / "model.safetensors", {"format": "pt"})
-    assert cli.main(["import-official", str(official), str(tmp_path / "ours")]) == 2
-    assert f"{official} {message} {name}" in capsys.readouterr().err and not (tmp_path / "ours").exists()
+    save_file(tensors, reference / "model.safetensors", {"format": "pt"})
+    assert cli.main(["import-reference", str(reference), str(tmp_path / "ours")]) == 2
+    assert f"{reference} {message} {name}" in capsys.readouterr().err and not (tmp_path / "ours").exists()
 
 
 @pytest.mark.parametrize(
@@ -221,7 +225,7 @@ def test_export_refuses_what_the_format_cannot_hold(
         ]
     )
     capsys.readouterr()
-    code = cli.main(["export", str(tmp_path / "full"), str(tmp_path / "out"), "--format", "official"])
+    code = cli.main(["export", str(tmp_path / "full"), str(tmp_path / "out"), "--format", "reference"])
     assert code == (2 if reason else 0)
     said = capsys.readouterr().err
     assert reason in said and ("inplace-ttt export:" in said) == bool(reason)
@@ -269,10 +273,10 @@ def test_a_setting_comes_back_or_is_refused(
     if config.needs_calibration:
         calibrate(model, [random_ids(1, 64)])
     model.save_pretrained(tmp_path / "ours")
-    code = cli.main(["export", str(tmp_path / "ours"), str(tmp_path / "official"), "--format", "official"])
+    code = cli.main(["export", str(tmp_path / "ours"), str(tmp_path / "reference"), "--format", "reference"])
     if code:
-        assert code == 2 and "the official format cannot hold this checkpoint: " in capsys.readouterr().err
+        assert code == 2 and "the reference format cannot hold this checkpoint: " in capsys.readouterr().err
         return
-    assert cli.main(["import-official", str(tmp_path / "official"), str(tmp_path / "back")]) == 0
+    assert cli.main(["import-reference", str(tmp_path / "reference"), str(tmp_path / "back")]) == 0
     back = Checkpoint.open(tmp_path / "back").ttt_config
     assert dataclasses.replace(back, **{start: getattr(config, start) for start in OF_THE_START}) == config

@@ -1,7 +1,7 @@
 """Compares whitened keys centered by a constant with keys centered by the length of their input.
 
-    python tools/experiments/key_centre.py [--models gemma-3-270m smollm2-135m] [--documents 2] \\
-        [--out docs/results/cpu-2026-11/key-centre]
+    python tools/experiments/key_center.py [--models gemma-3-270m smollm2-135m] [--documents 2] \\
+        [--out docs/results/cpu-2026-11/key-center]
 
 The models are untrained conversions by `ridge`. One tap of conv is set by hand, so that the target of a token
 is the next one. η times the tap is SIZE. Held-out documents of 2,048 tokens are read as in
@@ -51,7 +51,7 @@ def main() -> int:
     )
     parser.add_argument("--models", nargs="+", default=list(RULE), choices=RULE)
     parser.add_argument("--documents", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "cpu-2026-11" / "key-centre")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "cpu-2026-11" / "key-center")
     args = parser.parse_args()
     kept_runs.split_texts()
     results = Results(args.out.parent, "name another --out, or delete it")
@@ -60,7 +60,7 @@ def main() -> int:
     for name in args.models:
         if name not in held["models"]:
             held["models"][name] = measure(name, MODELS[name], args.documents)
-            results.put(args.out.name, {"command": "python tools/experiments/key_centre.py", **held})
+            results.put(args.out.name, {"command": "python tools/experiments/key_center.py", **held})
     for name, found in held["models"].items():
         print(f"\n{name}\n\n| layers | η times the tap | by length | by a constant |\n|---|---|---|---|")
         for row in found["rows"]:
@@ -87,7 +87,7 @@ def measure(name: str, model: Model, documents: int) -> dict[str, Any]:
     layers = fast_weights(lm)
     piece = next(iter(layers.values())).chunk_size
     sets = [*([index] for index in layers), list(layers)]
-    ways = {"length": WhitenedKeys.forward, "constant": centred_by_a_constant}
+    ways = {"length": WhitenedKeys.forward, "constant": centered_by_a_constant}
 
     def read(ids: Tensor) -> Tensor:
         return token_losses(lm, ids, piece=piece, window=model.window)[0, model.past :].double()
@@ -116,9 +116,9 @@ def measure(name: str, model: Model, documents: int) -> dict[str, Any]:
     }
 
 
-def centred_by_a_constant(keys: WhitenedKeys, z: Tensor) -> Tensor:
+def centered_by_a_constant(keys: WhitenedKeys, z: Tensor) -> Tensor:
     size = z.float().square().sum(-1).mean().sqrt().to(z.dtype)
-    return linear(z - size * keys.centre.to(z.dtype), keys.directions.to(z.dtype))
+    return linear(z - size * keys.center.to(z.dtype), keys.directions.to(z.dtype))
 
 
 def of_few(change: Tensor, read: Tensor, tokenizer: Any) -> dict[str, Any]:
@@ -142,4 +142,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except InPlaceTTTError as error:
-        sys.exit(f"key_centre: {error}")
+        sys.exit(f"key_center: {error}")

@@ -30,11 +30,11 @@ _TARGETS = {"hidden_states": "hidden_states", "input_embed": "embeddings"}
 _TENSOR = re.compile(r"\.(?P<layer>\d+)\.mlp\.ttt_(?P<kind>conv|proj)\.weight$")
 
 
-def is_official_tensor(name: str) -> bool:
+def is_reference_tensor(name: str) -> bool:
     return _TENSOR.search(name) is not None
 
 
-def refuse_official(path: str, tensors: Iterable[str]) -> None:
+def refuse_reference_format(path: str, tensors: Iterable[str]) -> None:
     """Raises InPlaceTTTError if a checkpoint in the reference format is used as a base.
 
     Its trained fast weights would be lost.
@@ -43,10 +43,10 @@ def refuse_official(path: str, tensors: Iterable[str]) -> None:
         path: the checkpoint, for the message.
         tensors: names of its tensors.
     """
-    if any(map(is_official_tensor, tensors)):
+    if any(map(is_reference_tensor, tensors)):
         raise InPlaceTTTError(
             f"{path} has fast weights of the reference code, which would be lost; run inplace-ttt "
-            "import-official first."
+            "import-reference first."
         )
 
 
@@ -71,7 +71,7 @@ def refuse_unknown(checkpoint: Checkpoint, keys: Iterable[str], layers: Iterable
         if "ttt" in key.lower() and key not in known and values[key] is not None:
             raise InPlaceTTTError(
                 f"{name} has {key} {shown(values[key])} in its config.json, which {whose} does not have; "
-                "import-official cannot keep its effect; remove the key only if its value changes nothing."
+                "import-reference cannot keep its effect; remove the key only if its value changes nothing."
             )
     for tensor in sorted(checkpoint.weight_map):
         if "ttt" not in tensor.lower():
@@ -79,7 +79,7 @@ def refuse_unknown(checkpoint: Checkpoint, keys: Iterable[str], layers: Iterable
         match = _TENSOR.search(tensor)
         if match is None:
             raise InPlaceTTTError(
-                f"{name} has a tensor {tensor}, which {whose} does not have; import-official would lose it."
+                f"{name} has a tensor {tensor}, which {whose} does not have; import-reference would lose it."
             )
         if int(match["layer"]) not in named:
             raise InPlaceTTTError(
@@ -106,7 +106,7 @@ class Imported:
     ignored_layers: list[int]
 
 
-def read_official(checkpoint: Checkpoint) -> Imported:
+def read_reference_format(checkpoint: Checkpoint) -> Imported:
     """Reads a checkpoint in the reference format.
 
     TTT layers beyond the model's last layer, which the reference code ignores silently, are returned in
@@ -116,7 +116,7 @@ def read_official(checkpoint: Checkpoint) -> Imported:
         InPlaceTTTError: if it is not such a checkpoint, or has settings that this package cannot represent.
     """
     values = checkpoint.config
-    if not any(is_official_tensor(name) for name in checkpoint.weight_map):
+    if not any(is_reference_tensor(name) for name in checkpoint.weight_map):
         raise InPlaceTTTError(
             f"{checkpoint.name} lacks tensors of ttt_conv and ttt_proj; it is not a checkpoint of the "
             "reference code."
@@ -208,7 +208,7 @@ def _prefix(layer: int) -> str:
     return f"model.layers.{layer}.mlp.ttt_"
 
 
-def write_official(folder: Path, checkpoint: Checkpoint) -> None:
+def write_reference_format(folder: Path, checkpoint: Checkpoint) -> None:
     """Writes a converted full checkpoint in the reference format.
 
     Raises:
@@ -224,10 +224,10 @@ def write_official(folder: Path, checkpoint: Checkpoint) -> None:
         for kind, tensor in pair.items()
     }
     carry_over(checkpoint, folder, keep=lambda name: ".ttt." not in name, extra=tensors)
-    write_json(folder / "config.json", {**of_the_base(checkpoint.config), **official_keys(config)})
+    write_json(folder / "config.json", {**of_the_base(checkpoint.config), **reference_format_keys(config)})
 
 
-def official_keys(config: InPlaceTTTConfig) -> Mapping[str, Any]:
+def reference_format_keys(config: InPlaceTTTConfig) -> Mapping[str, Any]:
     """Returns the `ttt_*` keys of a config.json in the reference format."""
     target = next(theirs for theirs, ours in _TARGETS.items() if ours == config.target)
     values = (True, list(config.layers), True, config.eta, config.chunk_size, target)
@@ -249,4 +249,4 @@ def _refuse_inexpressible(config: InPlaceTTTConfig, base_type: str) -> None:
         "its generated tokens write, here they do not": not config.update_on_decode,
     }
     if held := [reason for reason, holds in reasons.items() if holds] + config.rule.beyond_reference_format():
-        raise InPlaceTTTError(f"the official format cannot hold this checkpoint: {'; '.join(held)}.")
+        raise InPlaceTTTError(f"the reference format cannot hold this checkpoint: {'; '.join(held)}.")

@@ -19,7 +19,7 @@ from inplace_ttt.surgery import disable_ttt
 from serving.checkpoints import LIVE, save
 from serving.test_tokens import engine, prompts, served
 
-QUANTISATION = {
+QUANTIZATION = {
     "quant_method": "compressed-tensors",
     "format": "int-quantized",
     "quantization_status": "compressed",
@@ -52,7 +52,7 @@ def rounded(rows: Tensor) -> tuple[Tensor, Tensor]:
     return (rows / scale).round().clamp(-128, 127), scale
 
 
-def quantise(folder: Path) -> None:
+def quantize(folder: Path) -> None:
     """Every linear map of the decoder layers, as `compressed-tensors` keeps them; the fast weights' own
     tensors stay."""
     (shard,) = folder.glob("*.safetensors")
@@ -62,7 +62,7 @@ def quantise(folder: Path) -> None:
         tensors |= {name: values.to(torch.int8), f"{name}_scale": scale}
     save_file(tensors, shard, {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": QUANTISATION}))
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": QUANTIZATION}))
 
 
 @torch.no_grad()
@@ -120,7 +120,7 @@ def test_an_int8_base(preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
             unwritten = predicted(model, asked)
         moved += 2**-22
         bound = 2 * (predicted(model, asked) - expected).abs().max()
-    quantise(tmp_path / "ttt")
+    quantize(tmp_path / "ttt")
     with engine(tmp_path / "ttt") as made:
         done = served(made, asked)
     found = lost(expected, [done[number][0] for number in range(len(asked))])

@@ -19,14 +19,14 @@ RECIPE: tuple[Item, ...] = (
         "From zero, 5000 steps at 5e-6 move an entry of conv by 0.0125 at most. Choose rate, start and η "
             "together.",
         "Set this rate, or declare another.",
-        probes.learning_rate, expected={"paper": (5e-6, (3e-4, 5e-4)), "official": (5e-6, (5e-6,))},
+        probes.learning_rate, expected={"paper": (5e-6, (3e-4, 5e-4)), "reference": (5e-6, (5e-6,))},
     ),
     Item(
         "weight-decay", "Weight decay", "Tables 4 to 8",
         "0.1. Whether conv and P decay is not stated.", "high", "0.1, on conv and P too.",
         "Decay pulls conv and P towards zero, where they write nothing.",
         "Set weight_decay: 0.1, or declare another.",
-        probes.weight_decay, expected={"paper": 0.1, "official": 0.1},
+        probes.weight_decay, expected={"paper": 0.1, "reference": 0.1},
     ),
     Item(
         "schedule", "Learning-rate schedule and warm-up", "Tables 4 to 8",
@@ -37,14 +37,14 @@ RECIPE: tuple[Item, ...] = (
         probes.schedule, choice=True,
     ),
     Item(
-        "optimiser", "Optimizer and gradient clipping", "Tables 4 to 8",
+        "optimizer", "Optimizer and gradient clipping", "Tables 4 to 8",
         "AdamW; its betas are not stated. Gradient clipping 1.0 from scratch, not stated for continual "
             "training.",
         "high",
         "AdamW (0.9, 0.95), clipping 1.0.",
         "They determine the size of the first steps of conv and P.",
         "State them with every result.",
-        probes.optimiser, choice=True,
+        probes.optimizer, choice=True,
     ),
     Item(
         "token-budget", "Tokens of training", "Tables 4-8",
@@ -57,7 +57,7 @@ RECIPE: tuple[Item, ...] = (
         probes.token_budget,
         expected={
             "paper": {32768: (20e9,), 131072: (15e9,), "scratch": (20e9, 60e9, 120e9)},
-            "official": {65536: (21e9,)},
+            "reference": {65536: (21e9,)},
         },
     ),
     Item(
@@ -65,7 +65,7 @@ RECIPE: tuple[Item, ...] = (
         "32,768 tokens; for Qwen3-4B then 131,072.", "high", "65,536 in one stage.",
         "The length of a row limits the chunks of a document, and so the distance from a write to its reads.",
         "Set sequence_length: 32768, then 131072, or declare another.",
-        probes.stages, expected={"paper": (32768, 131072), "official": (65536,)},
+        probes.stages, expected={"paper": (32768, 131072), "reference": (65536,)},
     ),
     Item(
         "yarn", "RoPE extension", "Tables 6, 7",
@@ -73,7 +73,7 @@ RECIPE: tuple[Item, ...] = (
         "None in any config.",
         "An extended RoPE changes the base at all lengths, so gains may not come from the writes.",
         "Set the stage's rope_parameters, or declare others.",
-        probes.yarn, expected={"paper": 131072, "official": None},
+        probes.yarn, expected={"paper": 131072, "reference": None},
     ),
     Item(
         "long-documents", "Tokens in documents longer than a chunk", "Appendix C.1",

@@ -1,7 +1,7 @@
 """The items of the audit for a module and a converted model, in the order of a report.
 
-Sections, tables and appendices are those of arXiv 2604.06169. "The public code" is its authors' reference
-code. The items of a training recipe are in `inplace_ttt.training.audit`.
+Sections, tables and appendices are those of arXiv 2604.06169. "The reference code" is the code that its
+authors published. The items of a training recipe are in `inplace_ttt.training.audit`.
 """
 
 from ..item import Item
@@ -15,6 +15,6 @@ from .target import TARGET
 METHOD: tuple[Item, ...] = (*RULE, *TARGET, *CLIP, *SEQUENCE, *LAYERS, *CIRCUMSTANCES)
 
 
-def catalogue() -> dict[str, Item]:
+def catalog() -> dict[str, Item]:
     """Returns every item by its id."""
     return {item.id: item for item in METHOD}

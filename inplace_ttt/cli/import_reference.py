@@ -1,4 +1,4 @@
-"""Runs `inplace-ttt import-official PATH OUT`."""
+"""Runs `inplace-ttt import-reference PATH OUT`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import dataclasses
 from typing import Any
 
 from ..checkpoint.card import write_card
-from ..checkpoint.official import is_official_tensor, read_official
 from ..checkpoint.reading import Checkpoint
+from ..checkpoint.reference_format import is_reference_tensor, read_reference_format
 from ..checkpoint.saved_tensors import require_sound
 from ..checkpoint.ttt_ntp import is_ttt_ntp, read_ttt_ntp
 from ..checkpoint.writing import write_full
@@ -27,10 +27,10 @@ def run(args: argparse.Namespace) -> Result:
     refuse_to_replace(args.out, CHECKPOINT, args.overwrite, [args.path])
     checkpoint = Checkpoint.open(args.path)
     of_ntp = is_ttt_ntp(checkpoint)
-    imported = read_ttt_ntp(checkpoint) if of_ntp else read_official(checkpoint)
+    imported = read_ttt_ntp(checkpoint) if of_ntp else read_reference_format(checkpoint)
     origin = {"name_or_path": str(args.path), "revision": imported.checkpoint.revision, "fingerprint": None}
     with new_folder(args.out, CHECKPOINT, overwrite=args.overwrite, sources=[args.path]) as folder:
-        keep = lambda name: not is_official_tensor(name)  # noqa: E731
+        keep = lambda name: not is_reference_tensor(name)  # noqa: E731
         write_full(folder, imported.checkpoint, imported.plan, imported.tensors, origin, keep)
         require_sound(dataclasses.replace(Checkpoint.open(folder), name=args.path), imported.plan.model)
         write_card(folder, imported.checkpoint.folder, imported.plan.config, origin, "full")

@@ -1,4 +1,4 @@
-"""Arguments of `inplace-ttt import-official PATH OUT`."""
+"""Arguments of `inplace-ttt import-reference PATH OUT`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import argparse
 from ..arguments import path
 
 EXAMPLES = """examples:
-  inplace-ttt import-official ./in-place-ttt-qwen3-8b ./qwen3-8b-ttt
-  inplace-ttt import-official ./ttt-ntp-qwen3-4b ./qwen3-4b-ntp"""
+  inplace-ttt import-reference ./in-place-ttt-qwen3-8b ./qwen3-8b-ttt
+  inplace-ttt import-reference ./ttt-ntp-qwen3-4b ./qwen3-4b-ntp"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

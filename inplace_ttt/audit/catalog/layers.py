@@ -17,14 +17,14 @@ LAYERS: tuple[Item, ...] = (
         "TTT in every sixth layer of the continually trained models.", "high", "0, 6, 12, …",
         "The number of TTT layers is the size of the state (Figure 3a).",
         "layers=\"every:6\", or declare another choice.",
-        None, model.layer_spacing, expected={"paper": 6, "official": 6, "ttt_ntp": 6},
+        None, model.layer_spacing, expected={"paper": 6, "reference": 6, "ttt_ntp": 6},
     ),
     Item(
         "layer-offset", "The first TTT layer", "Appendix C.3",
         "Not stated.", "high", "Layer 0.",
         "Late layers have colliding keys; which layers work is an open question.",
         "State the layers with every result.",
-        None, model.layer_offset, expected={"official": 0, "ttt_ntp": 0},
+        None, model.layer_offset, expected={"reference": 0, "ttt_ntp": 0},
     ),
     Item(
         "layers-in-range", "Every layer that is named exists and writes", "Appendix C.3",

@@ -11,7 +11,7 @@ TARGET: tuple[Item, ...] = (
         "The choice decides which content is remembered; the published runs' choice is unknown.",
         "target=\"embeddings\", or declare the other.",
         None, model.target_source,
-        expected={"paper": "embeddings", "official": "hidden_states", "ttt_ntp": "hidden_states"},
+        expected={"paper": "embeddings", "reference": "hidden_states", "ttt_ntp": "hidden_states"},
     ),
     Item(
         "conv-depthwise", "The convolution is depthwise", "Appendix C.3",
@@ -25,7 +25,7 @@ TARGET: tuple[Item, ...] = (
         "Conv size 5.", "high", "The same.",
         "It sets how far the target looks ahead: two tokens.",
         "kernel_size=5, or declare another.",
-        target.conv_size, expected={"paper": 5, "official": 5, "ttt_ntp": 5},
+        target.conv_size, expected={"paper": 5, "reference": 5, "ttt_ntp": 5},
     ),
     Item(
         "conv-bias", "The convolution is bias-free", "Appendix C.3",

@@ -29,7 +29,7 @@ _SEVERE = "A tenfold rise makes it a cause; below a hundredth of W_down's gradie
 _FROM_ZERO = "conv and P get a gradient, up from zero."
 _COMPARE = "Compare with ops/reference.py."
 
-CATALOGUE: dict[str, Kind] = {
+CATALOG: dict[str, Kind] = {
     "not-finite": Kind(
         "The loss is NaN or infinite",
         "A computation overflowed or a weight is damaged. No gradient is meaningful.",

@@ -87,12 +87,12 @@ RULE: tuple[Item, ...] = (
         rule.loss_sum,
     ),
     Item(
-        "no-normalisation", "Keys, targets and deltas are not normalized", "§3.2, §3.4",
+        "no-normalization", "Keys, targets and deltas are not normalized", "§3.2, §3.4",
         "The delta is V̂ᵀZ as it is; other losses and optimizers are left for later work.", "high",
         "The same.",
         "Normalized keys or targets are another method; results do not carry over.",
         "Take the normalization out, or declare it.",
-        rule.no_normalisation,
+        rule.no_normalization,
     ),
     Item(
         "plain-sum", "Deltas add up: no momentum, decay, gate or correction", "§3.2, Eq. (1); §3.4",
@@ -123,7 +123,7 @@ RULE: tuple[Item, ...] = (
         "Default 0.3, recommended 3.",
         "η, the outer learning rate and the start of conv and P fix the size of the writes together.",
         "State the value with every result.",
-        rule.eta, expected={"official": (0.3, 3.0), "ttt_ntp": (0.3,)}, by_settings=model.eta_by_settings,
+        rule.eta, expected={"reference": (0.3, 3.0), "ttt_ntp": (0.3,)}, by_settings=model.eta_by_settings,
     ),
     Item(
         "chunk-size", "Chunk size", "§4.3, Figure 3b; §3.1",
@@ -131,7 +131,7 @@ RULE: tuple[Item, ...] = (
         "Default 8192, recommended 4096.",
         "Documents shorter than a chunk plus one token train and use nothing; long chunks remember coarsely.",
         "Use 512 to 1024, or declare why not.",
-        rule.chunk_size, expected={"paper": (512, 1024), "official": (4096, 8192), "ttt_ntp": (1024,)},
+        rule.chunk_size, expected={"paper": (512, 1024), "reference": (4096, 8192), "ttt_ntp": (1024,)},
         by_settings=model.chunk_size_by_settings,
     ),
 )  # fmt: skip

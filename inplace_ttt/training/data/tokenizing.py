@@ -23,7 +23,7 @@ The tokenizer needs hundreds of bytes per character.
 """
 
 
-def tokenise(
+def tokenize(
     batch: Mapping[str, Sequence[Any]], column: str, tokenizer: Any, source: str
 ) -> dict[str, list[Any]]:
     """Tokenizes a batch of texts, or checks a batch of token ids.
