@@ -285,9 +285,9 @@ CATALOG: dict[str, Kind] = {
         "read. The others lose little or gain.",
         "The loss added at the most harmed hundredth of the tokens, minus the gain of the most helped "
         "hundredth. A fault above half of the total.",
-        "Check the output of the layer's W0 at that token. If it is close to zero and a norm follows, only "
-        "the read remains. Write less there: a lower eta, another layer, or keys that grow with the "
-        "down-projection's input.",
+        "Check the output of the layer's W0 at that token. If it is close to zero and a norm follows, the "
+        "norm enlarges the read, and the token's own part is lost. Write less there: a lower eta, another "
+        "layer, or keys that grow with the down-projection's input.",
         "The loss falls by the reported share.",
     ),
     "writes-aligned": Kind(

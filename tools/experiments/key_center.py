@@ -1,14 +1,15 @@
-"""What it costs to center whitened keys by a constant in place of by the length of their input.
+"""Compares whitened keys centered by a constant with keys centered by the length of their input.
 
-python tools/experiments/key_center.py [--models gemma-3-270m smollm2-135m] [--documents 2] [--out
-docs/results/cpu-2026-11/key-center]
+    python tools/experiments/key_center.py [--models gemma-3-270m smollm2-135m] [--documents 2] \\
+        [--out docs/results/cpu-2026-11/key-center]
 
-Untrained conversions by `ridge`, whose conv is given one tap by hand: every token's target is the next one's,
-η times the tap is SIZE. Held-out documents of 2,048 tokens are read as `memory_evidence.py` reads them
-(SmolLM2 behind its window, Gemma in its own attention), with k = A (z - ‖z‖c) and with k = A (z - ac), a the
-RMS of ‖z‖ over the tokens that are read at once; nothing else differs. What is said is the loss with those
-writes less the one without. Under it stand the tokens that the constant harms most. A model that is in
-OUT.json is done.
+The models are untrained conversions by `ridge`. One tap of conv is set by hand, so that the target of a token
+is the next one. η times the tap is SIZE. Held-out documents of 2,048 tokens are read as in
+`memory_evidence.py`: SmolLM2 behind its window, Gemma in its own attention. The keys are k = A (z - ‖z‖c), or
+k = A (z - ac) with the RMS a of ‖z‖ over the tokens of one read. Nothing else differs.
+
+The table has the loss with writes minus the loss without. Under it stand the tokens that the constant harms
+most. A model in OUT.json is skipped.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ from inplace_ttt.surgery import fast_weights
 from inplace_ttt.texts.documents import documents_in, tokens_of
 
 RULE = {"smollm2-135m": "ridge", "gemma-3-270m": "ridge, eta 0.3"}
-"""Whose conversion is read; what η is makes no difference."""
+"""Rule whose conversion is read. Its η does not matter."""
 SIZES = {"smollm2-135m": (0.03, 0.1, 0.3), "gemma-3-270m": (0.003, 0.01, 0.03)}
 NEXT = 3
-"""The tap of a kernel of five that stands on the next token."""
+"""Index of the tap on the next token, in a kernel of five."""
 
 
 def main() -> int:
@@ -75,7 +76,7 @@ def main() -> int:
 
 @torch.no_grad()
 def measure(name: str, model: Model, documents: int) -> dict[str, Any]:
-    """Every layer alone and all of them, at every size, centered in both ways."""
+    """Measures every layer alone and all layers, at every size, with keys centered in both ways."""
     rule = RULES[RULE[name]]
     converted = kept_runs.convert(
         model.base, model.work / kept_runs.slug(RULE[name]), "--layers", model.layers, *rule.convert
@@ -121,8 +122,13 @@ def centered_by_a_constant(keys: WhitenedKeys, z: Tensor) -> Tensor:
 
 
 def of_few(change: Tensor, read: Tensor, tokenizer: Any) -> dict[str, Any]:
-    """Of a change of the loss by token: what the hundredth harmed most has of all that is lost, and what they
-    read."""
+    """Returns the share of all harm on the hundredth of tokens that are harmed most, and these tokens.
+
+    Args:
+        change: change of the loss of each token.
+        read: the tokens at which the losses were read.
+        tokenizer: decodes them.
+    """
     most = change.argsort(descending=True)[: len(change) // 100]
     words = Counter(tokenizer.decode([token]) for token in read[most].tolist())
     return {

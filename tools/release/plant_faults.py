@@ -1,9 +1,9 @@
-"""Plant a fault in each part of the package, one at a time, and see the gate catch it.
+"""Plants a fault in each part of the package, one at a time, and checks that the gate catches it.
 
-python tools/release/plant_faults.py [--only NAME ...] [--list]
+    python tools/release/plant_faults.py [--only NAME ...] [--list]
 
-Each fault is a change of one line in a copy of the checkout. The tests that should notice it are then run as
-`make test` runs them. Exits with 1 if they pass. Takes about a minute per fault on two cores.
+Each fault is a change of one line in a copy of the checkout. Then its tests run, as `make test` runs them.
+Exits with 1 if they pass. A fault takes about a minute on two cores.
 """
 
 from __future__ import annotations
@@ -23,7 +23,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Fault:
-    """A wrong line. file: of the package. tests: what is run."""
+    """A wrong line.
+
+    Attributes:
+        name: the fault in words.
+        file: file of the package.
+        right: the line in the package.
+        wrong: the line that replaces it.
+        tests: tests that must fail.
+    """
 
     name: str
     file: str
@@ -110,7 +118,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--only", nargs="+", metavar="NAME", help="these faults alone, by a part of their names"
+        "--only", nargs="+", metavar="NAME", help="plant only faults with this text in their names"
     )
     parser.add_argument("--list", action="store_true", help="print the faults and stop")
     args = parser.parse_args()
@@ -141,12 +149,12 @@ def main() -> int:
 
 
 def plant(fault: Fault, copy: Path) -> tuple[str | None, float]:
-    """The first test that fails with the fault, None where all pass, and the seconds that it took."""
+    """Returns the first test that fails with the fault (None if all pass), and the seconds of the tests."""
     file, began = copy / "inplace_ttt" / fault.file, time.perf_counter()
     right = file.read_text(encoding="utf-8")
     if right.count(fault.right) != 1:
         raise SystemExit(
-            f"{fault.file} has {right.count(fault.right)} places like {fault.right!r}; name one."
+            f"{fault.file} has {right.count(fault.right)} places like {fault.right!r}; change the fault so that it matches one."
         )
     file.write_text(right.replace(fault.right, fault.wrong), encoding="utf-8")
     try:

@@ -8,7 +8,7 @@ SEQUENCE: tuple[Item, ...] = (
     Item(
         "document-reset", "The state resets at document boundaries", "§3.4, Algorithm 1 line 14",
         "Each document starts from W⁽⁰⁾.", "high",
-        "No reset; one document per row, so implicit. Packed rows would share state.",
+        "No reset is needed, since each row holds one document. Packed rows would share state.",
         "Otherwise one document is read with the state of another, in training and in use.",
         "Pass position_ids (or cu_seqlens) of packed rows, one state per document.",
         sequence.document_reset, absent=True,
@@ -65,7 +65,7 @@ SEQUENCE: tuple[Item, ...] = (
         "streaming-target", "Streaming keeps the target's look-ahead", "§3.2, §3.4",
         "The target of a token holds the tokens after it, however they arrive.", "medium",
         "The tail is kept and convolved as a chunk.",
-        "A convolution of single tokens sees only padding: trained with the future, used without.",
+        "A convolution of single tokens sees padding in place of the later tokens.",
         "Make a chunk's targets when the chunk is complete.",
         streams.streaming_target,
     ),
