@@ -18,7 +18,7 @@ from ..checkpoint.card import write_export_card
 from ..checkpoint.opened import Opened
 from ..checkpoint.to_adapter import unchanged_base
 from ..errors import InPlaceTTTError
-from ..evaluation.exported import Kept, Read, mean_loss, rows_of
+from ..evaluation.exported import MOST, Kept, Read, mean_loss, rows_of
 from ..files.text import ids_within, read_text
 from ..session.lora import write_lora
 from ..session.plain_model import bake, plain_copy
@@ -48,9 +48,15 @@ def export_session(
     """
     model, tokenizer = load_with_tokenizer(args.path, args.base, "auto")
     refuse_not_finite(model, args.path)
-    session = Session.load(args.session, model)
+    first, *others = (Session.load(file, model) for file in args.session)
+    session = first.merge(*others) if others else first
+    if session.batch > 1:
+        raise InPlaceTTTError(
+            f"{args.session[0]} holds {session.batch} sequences, and an export holds one; choose it in "
+            "Python with Session.bake(row) or Session.to_lora(…, row=row)."
+        )
     changes = session.weight_changes()
-    rows = _rows(args, session, tokenizer)
+    rows = _rows(args, [first, *others], tokenizer)
     plain = plain_copy(model)
     result: dict[str, Any] = {
         "layers": list(changes),
@@ -101,14 +107,17 @@ def render(result: dict[str, Any]) -> list[str]:
     ]
 
 
-def _rows(args: argparse.Namespace, session: Session, tokenizer: PreTrainedTokenizerBase) -> Tensor | None:
-    """Returns rows [B, T] to measure on: the start of --text, else of the tokens that the session has read."""
+def _rows(
+    args: argparse.Namespace, sessions: list[Session], tokenizer: PreTrainedTokenizerBase
+) -> Tensor | None:
+    """Returns rows [B, T] to measure on, of --text or of the sessions' tokens; None if there are none."""
     if args.text is not None:
         ids = torch.tensor(ids_within(tokenizer, read_text(args.text)), dtype=torch.int64)
-    elif session.tokens is not None:
-        ids = session.tokens[0].cpu()
     else:
-        return None
+        held = [read.tokens[0].cpu() for read in sessions if read.tokens is not None]
+        if not held:
+            return None
+        ids = torch.cat([read[: MOST // len(held)] for read in held])
     if len(ids) < 2:
         raise InPlaceTTTError(f"{args.text} has less than two tokens, so that no loss can be measured.")
     return rows_of(ids)

@@ -359,6 +359,18 @@ class FastWeightStream:
         """Gives row r the state of row sources[r]. Its open chunk and its counts stay its own."""
         self._state = self._state and self._state.select(sources)
 
+    def add_writes(self, other: FastWeightStream) -> None:
+        """Adds the states of another stream of this layer, row by row. Both open chunks are left out.
+
+        A state is a sum over chunks, so that the result is the state after the chunks of both.
+        """
+        if other.state is not None:
+            value = other.state if self.state is None else self.state + other.state
+            self._state = State(value, self.rule)
+        counts = [row.written + theirs.written for row, theirs in zip(self.rows, other.rows, strict=True)]
+        self.rows = [_Row(written=written) for written in counts]
+        self._open = OpenChunks(self.batch, self.chunk_size)
+
     @property
     def asks_again(self) -> int:
         """Number of last tokens that a write may read again, so that their KV cache must be kept."""

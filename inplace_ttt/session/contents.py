@@ -18,7 +18,7 @@ from .file import Header, KeptAttention
 
 
 def contents_of(cache: Cache) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Returns the tensors of a cache by name, and the fields of `KeptAttention` for each layer with a KV cache.
+    """Returns the tensors of a cache by name, and the fields of `KeptAttention` by layer with a KV cache.
 
     Raises:
         InPlaceTTTError: if the cache is of a kind that cannot be saved, or awaits its `prompt_write`.

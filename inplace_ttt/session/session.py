@@ -25,6 +25,7 @@ from . import file as session_file
 from .check import check_header, check_session
 from .contents import contents_of, fill
 from .lora import write_lora
+from .merging import add_writes
 from .plain_model import bake
 from .prompt import write_prompt
 from .rank import RANK
@@ -75,6 +76,11 @@ class Session:
         self.model = model
         self.cache: Cache = DynamicCache(config=model.config.get_text_config()) if cache is None else cache
         self.tokens = tokens
+
+    @property
+    def batch(self) -> int:
+        """B, the number of sequences; 0 before the first token."""
+        return next((stream.batch for stream in streams(self.cache).values()), 0)
 
     @property
     def chunks_written(self) -> int:
@@ -324,6 +330,35 @@ class Session:
         """
         fresh = Session(self.model)
         only_written(self.cache, fresh.cache)
+        return fresh
+
+    def merge(self, *others: Session) -> Session:
+        """Adds up the writes of several sessions, as if one had read all texts without a KV cache between.
+
+        A state is a sum over chunks. It differs from that of one session only as far as a later text's keys
+        and targets depend on the writes of an earlier one. The KV caches, tokens and unfinished chunks are
+        left out.
+
+        Args:
+            others: sessions of the same model, each with as many sequences.
+
+        Returns:
+            A new session, whose positions start at 0.
+
+        Raises:
+            InPlaceTTTError: if the config has `prompt_write`, whose one write is no sum, or a session has
+                another model or another number of sequences.
+
+        Examples:
+            >>> both = session.merge(session)
+            >>> both.chunks_written == 2 * session.chunks_written
+            True
+        """
+        if any(other.model is not self.model for other in others):
+            raise InPlaceTTTError("sessions of two models cannot be merged; load both into one model.")
+        fresh = self.drop_kv_cache()
+        for other in others:
+            add_writes(fresh.cache, other.cache, config_of(self.model))
         return fresh
 
     def weight_changes(self, row: int = 0) -> dict[int, WeightChange]:

@@ -169,21 +169,22 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     expected = after(session, ids)
     capsys.readouterr()
 
-    made = ["export", str(full), "--session", str(state)]
+    def export(out: Path, *how: str) -> dict[str, Any]:
+        assert cli.main(["export", str(full), str(out), "--session", str(state), *how, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)["session"]
+
     plain, lora = tmp_path / "plain", tmp_path / "lora"
-    assert cli.main([*made, "--json", str(plain), "--format", "plain"]) == 0
-    kept = json.loads(capsys.readouterr().out)["session"]["kept"]
+    kept = export(plain, "--format", "plain")["kept"]
     assert kept["without"] != kept["session"] == pytest.approx(kept["exported"], abs=1e-5)
     assert distance(answers_alone(plain, "transformers", "AutoModelForCausalLM", ids), expected) < 1e-4
-    assert cli.main([*made, str(lora), "--format", "lora", "--rank", "32"]) == 0
-    assert "rank 32" in capsys.readouterr().out and sorted(file.name for file in lora.glob("[!.]*")) == [
-        "README.md",
-        "adapter_config.json",
-        "adapter_model.safetensors",
-    ]
+    assert export(lora, "--format", "lora", "--rank", "32")["rank"] == 32
+    names = ["README.md", "adapter_config.json", "adapter_model.safetensors"]
+    assert sorted(file.name for file in lora.glob("[!.]*")) == names
     assert distance(answers_alone(lora, "peft", "AutoPeftModelForCausalLM", ids), expected) < 1e-4
     for card in (plain / "README.md", lora / "README.md"):
         assert "[In-Place Test-Time" in card.read_text()
+    twice = export(tmp_path / "twice", "--format", "lora", "--session", str(state), str(state))
+    assert twice["chunks"] == 2 * session.chunks_written
 
 
 @pytest.mark.parametrize(
@@ -211,3 +212,48 @@ def test_refuses_by_one_sentence(
     said = capsys.readouterr().err.splitlines()[-1]
     assert message in said and said.endswith(".")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("rule", ["sum", "ridge on plain keys", "gate"])
+def test_merged_sessions_hold_both_texts(rule: str) -> None:
+    """Of layer 0 neither keys nor targets depend on its writes, so that the sum is exact there."""
+    settings = RIDGE if rule == "gate" else RULES[rule]
+    model = converted("llama", torch.float64, chunk_size=16, **{**settings, "layers": (0,)})
+    texts = [random_ids(2, tokens, seed=tokens) for tokens in (37, 48)]
+    apart = []
+    for text in texts:
+        apart.append(Session(model))
+        apart[-1].read(text)
+    one = Session(model)
+    one.read(texts[0][:, :32])
+    one = one.drop_kv_cache()
+    one.read(texts[1])
+    merged, again = apart[0].merge(apart[1]), apart[1].merge(apart[0])
+    assert merged.chunks_written == one.chunks_written == 10 and merged.unwritten == 0
+    text = random_ids(2, 9, seed=5)
+    assert distance(after(merged, text), after(one, text)) < 1e-9
+    assert distance(after(again, text), after(one, text)) < 1e-9
+    assert distance(after(apart[0].fork(), text), after(one, text)) > 1e-4
+
+
+def test_merged_sessions_are_saved(tmp_path: Path) -> None:
+    session = read_once("llama", "gradient")
+    merged = session.merge(session.fork())
+    merged.save(tmp_path / "both.state")
+    again = Session.load(tmp_path / "both.state", session.model)
+    for index, change in again.weight_changes().items():
+        assert distance(change.matrix(), 2 * session.weight_changes()[index].matrix()) < 1e-9
+
+
+def test_refuses_sessions_that_do_not_add_up() -> None:
+    session = read_once("llama", "one write per prompt")
+    with pytest.raises(InPlaceTTTError, match="does not add up"):
+        session.merge(session.fork())
+    one, two = (Session(converted("llama")) for _ in range(2))
+    with pytest.raises(InPlaceTTTError, match="two models"):
+        one.merge(two)
+    one.read(random_ids(1, 20))
+    other = Session(one.model)
+    other.read(random_ids(2, 20))
+    with pytest.raises(InPlaceTTTError, match="1 and 2 sequences"):
+        one.merge(other)

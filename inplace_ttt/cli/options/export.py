@@ -28,7 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="format to write; plain and lora hold a session, and need no inplace-ttt to load",
     )
     parser.add_argument(
-        "--session", type=path, metavar="PATH", help="the session that a plain checkpoint or a LoRA holds"
+        "--session",
+        type=path,
+        nargs="+",
+        metavar="PATH",
+        help="the session that a plain checkpoint or a LoRA holds; the writes of several are added up",
     )
     parser.add_argument(
         "--rank",
