@@ -37,12 +37,15 @@ def test_two_adapters_at_once(tmp_path: Path) -> None:
         states[number].to_lora(tmp_path / f"lora{number}", rank=RANK, base=str(tmp_path / "base"))
     with engine(tmp_path / "base", enable_lora=True, max_lora_rank=RANK, max_loras=2) as made:
         for q, question in enumerate(QUESTIONS):
+            made.add_request(f"none/{q}", {"prompt_token_ids": question}, GREEDY)
+        # apart: on a CPU, vLLM 0.32 gives requests without an adapter the last adapter of their batch
+        found = answers(made)
+        for q, question in enumerate(QUESTIONS):
             prompt = {"prompt_token_ids": question}
-            made.add_request(f"none/{q}", prompt, GREEDY)
             for number in (0, 1):
                 adapter = lora(number, tmp_path / f"lora{number}")
                 made.add_request(f"{number}/{q}", prompt, GREEDY, lora_request=adapter)
-        found = answers(made)
+        found |= answers(made)
     assert found == {name: wanted[name] for name in found} and len(found) == 3 * len(QUESTIONS)
 
 
