@@ -16,6 +16,7 @@ In memory the config keeps the base's model_type, since Liger, PEFT and others l
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import sys
@@ -200,18 +201,22 @@ def _publish(carrying: Any) -> None:
             setattr(module, _converted_name(made.__name__), made)
 
 
-def mark(config: PreTrainedConfig, ttt: InPlaceTTTConfig) -> None:
-    """Turns a base's config into a converted model's, in place. Saving it then writes our model_type."""
-    if not isinstance(config, _CarriesTTT):
-        config.__class__ = carrying_class(type(config))  # type: ignore[arg-type]
-    config.inplace_ttt = {**getattr(config, MODEL_TYPE, {}), **section(config.model_type, ttt)}
+def marked(config: PreTrainedConfig, ttt: InPlaceTTTConfig) -> PreTrainedConfig:
+    """Returns a converted model's config from its base's. Saving it writes our model_type."""
+    made = copy.copy(config)
+    if not isinstance(made, _CarriesTTT):
+        made.__class__ = carrying_class(type(made))  # type: ignore[arg-type]
+    made.inplace_ttt = {**getattr(made, MODEL_TYPE, {}), **section(made.model_type, ttt)}
+    return made
 
 
-def unmark(config: PreTrainedConfig) -> None:
-    """Undoes `mark`."""
-    if isinstance(config, _CarriesTTT):
-        del config.inplace_ttt
-        config.__class__ = config.base_class
+def unmarked(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Returns the base's config, the inverse of `marked`."""
+    made = copy.copy(config)
+    if isinstance(made, _CarriesTTT):
+        del made.inplace_ttt
+        made.__class__ = made.base_class
+    return made
 
 
 def __getattr__(name: str) -> type:
