@@ -21,6 +21,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .config import InPlaceTTTConfig
 from .errors import InPlaceTTTError
+from .files.schema import Open, from_values
 
 MODEL_TYPE = "inplace_ttt"
 _PREFIX = "InPlaceTTT"
@@ -52,6 +54,44 @@ followers: list[Callable[[type[PreTrainedConfig], type[PreTrainedConfig]], None]
 that makes the model classes."""
 
 
+@dataclass(frozen=True)
+class BaseModel(Open):
+    """The base of a conversion, with the fingerprint of its W0 (None if unknown)."""
+
+    name_or_path: str
+    revision: str | None = None
+    fingerprint: str | None = None
+
+
+@dataclass(frozen=True)
+class _Section:
+    """The section `inplace_ttt` of config.json. `InPlaceTTTConfig.from_dict` checks `config`."""
+
+    base_model_type: str
+    config: dict[str, Any]
+    base: BaseModel | None = None
+    layer_types: Any = None
+    num_hidden_layers: Any = None
+
+
+def checked_section(values: Mapping[str, Any], where: Any) -> Mapping[str, Any]:
+    """Returns the section `inplace_ttt` of a converted model's config.json.
+
+    Args:
+        values: of config.json.
+        where: name of the file, for the message.
+
+    Raises:
+        InPlaceTTTError: if the section is missing, or a key in it is missing, unknown or of a wrong type.
+    """
+    if MODEL_TYPE not in values:
+        raise InPlaceTTTError(
+            f"{where} has model_type {MODEL_TYPE} but no {MODEL_TYPE} section; convert the base model again."
+        )
+    from_values(_Section, values[MODEL_TYPE], f"{where}, {MODEL_TYPE}")
+    return values[MODEL_TYPE]
+
+
 class InPlaceTTTModelConfig(PreTrainedConfig):
     """The config class registered for `model_type: inplace_ttt`.
 
@@ -62,12 +102,7 @@ class InPlaceTTTModelConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        section = config_dict.get(MODEL_TYPE)
-        if not isinstance(section, Mapping) or "base_model_type" not in section or "config" not in section:
-            raise InPlaceTTTError(
-                f"config.json has model_type {MODEL_TYPE} but no {MODEL_TYPE} section; convert the base "
-                "model again."
-            )
+        section = checked_section(config_dict, "config.json")
         if section["base_model_type"] not in CONFIG_MAPPING:
             raise InPlaceTTTError(
                 f"the base is a {section['base_model_type']}, which this transformers does not support; "
