@@ -43,9 +43,10 @@ _SHIM = '''"""Loads this checkpoint's classes from inplace-ttt (its checkout: pi
 from inplace_ttt.converted_config import InPlaceTTTModelConfig  # noqa: F401
 '''
 _GUARD, _COUNT = "layer_types", "num_hidden_layers"
+_SIGN = "this is an In-Place TTT checkpoint"
+"""The beginning by which the message in place of `layer_types` is recognized, whatever follows."""
 _NOT_THE_BASE = [
-    "this is an In-Place TTT checkpoint, which a class of its base would load without its fast weights: "
-    "import inplace_ttt "
+    f"{_SIGN}, which a class of its base would load without its fast weights: import inplace_ttt "
     "(in its checkout, pip install -e .) and load it with inplace_ttt.load or an Auto class of transformers"
 ]
 
@@ -184,7 +185,7 @@ def of_the_base(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_guarded(values: Mapping[str, Any]) -> bool:
     guard = values.get(_GUARD)
-    return isinstance(guard, list) and len(guard) == 1 and str(guard[0]).startswith(_NOT_THE_BASE[0][:33])
+    return isinstance(guard, list) and len(guard) == 1 and str(guard[0]).startswith(_SIGN)
 
 
 def _with_our_names(values: Mapping[str, Any]) -> dict[str, Any]:
