@@ -20,7 +20,7 @@ from .borrowing import probe_chunk, small_chunks
 from .declared_rule import DeclaredRule
 from .limits import limits, room
 from .prepared import Prepared
-from .recorded_errors import STRENGTH, base_output, deviation
+from .recorded_errors import STRENGTH, base_output, deviation, error_of_solve
 from .recording import Document, Recording, recording
 
 Documents = Sequence[Document]
@@ -119,19 +119,16 @@ class Probed(Prepared):
     def errors(self, record: Recording, documents: Documents) -> dict[int, float]:
         """Returns by layer the error of its outputs against the declared rule.
 
-        Under autocast the error is scaled by the ratio of the two dtypes' limits, so that the model's own
-        limit applies.
+        Under autocast, and where a solve amplifies rounding, the limit is another one than the model's. The
+        error is scaled by the ratio of both, so that the model's own limit applies.
         """
-        own = self.lm.dtype
-        wider = (
-            1.0
-            if record.dtype in (None, own)
-            else limits(own).outputs / limits(record.dtype).outputs / room(record.dtype, self.config)
-        )
+        own = usual = limits(self.lm.dtype).outputs
+        if record.dtype not in (None, self.lm.dtype):
+            usual = limits(record.dtype).outputs * room(record.dtype, self.config)
         found = {}
         for i, layer in record.layers.items():
             rule = record.rules.get(i) or self._rule_of(layer, i, record.config)
-            found[i] = wider * deviation(
-                record, i, layer, documents, dataclasses.replace(rule, dtype=record.dtype or rule.dtype)
-            )
+            rule = dataclasses.replace(rule, dtype=record.dtype or rule.dtype)
+            limit = max(usual, error_of_solve(record, i, documents, rule))
+            found[i] = own / limit * deviation(record, i, layer, documents, rule)
         return found
