@@ -67,9 +67,11 @@ class Probed(Prepared):
                 factor = _STRENGTH / rule.reads if rule.reads else 1.0
                 for layer, gain in zip(layers, gains, strict=True):
                     layer.ttt.gain = gain * factor
-                norms = [factor * norm for norm in rule.deltas]
-                if declared.clip is not None and declared.clip.relative:
-                    norms = [norm / float(rule.rules[0].tensors["w0"].norm()) for norm in norms]
+                relative = declared.clip is not None and declared.clip.relative
+                norms = [
+                    factor * norm / (float(rule.rules[index].tensors["w0"].norm()) if relative else 1.0)
+                    for index, norm in rule.deltas
+                ]
                 with probed.clipping_half(declared, norms) as clipped:
                     yield clipped
             finally:
