@@ -37,7 +37,7 @@ from .layer.fast_linear import FastWeight, fast_weights
 from .layer.forward_context import document_spans
 from .layer.overrides import overriding
 from .layer.per_thread import this_thread
-from .layer.quantised import packs_for_inference
+from .layer.quantized import packs_for_inference
 from .layer.sequence_parallel import ulysses_group
 from .layer.stream import FastWeightStream
 from .layer.zero3 import is_partitioned

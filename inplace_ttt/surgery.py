@@ -20,7 +20,7 @@ from .errors import InPlaceTTTError, one_line
 from .families import causal_lm, is_listed, locate
 from .layer.fast_linear import FastWeight, LayerSettings, check, fast_weights, hooks_of, install, remove
 from .layer.hooks import ModelHooks, sharing, switching
-from .layer.quantised import parameter_dtype
+from .layer.quantized import parameter_dtype
 from .layer.zero3 import is_partitioned
 
 logger = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ def convert(model: AnyModel, config: InPlaceTTTConfig | None = None) -> AnyModel
     _replace_config(model, lm.config, marked(lm.config, config))
     if not is_listed(decoder.base) and not any(p.is_meta or is_partitioned(p) for p in lm.parameters()):
         try:
-            check_behaviour(model)
+            check_behavior(model)
         except InPlaceTTTError:
             revert(model)
             raise
@@ -107,7 +107,7 @@ def convert(model: AnyModel, config: InPlaceTTTConfig | None = None) -> AnyModel
 
 
 @torch.no_grad()
-def check_behaviour(model: nn.Module) -> None:
+def check_behavior(model: nn.Module) -> None:
     """Checks on two short rows that a converted model is causal and keeps rows apart.
 
     Raises:

@@ -9,7 +9,7 @@
 
 from .adapters import AuditedModule
 from .auditor import audit_model, audit_module
-from .catalogue import catalogue
+from .catalog import catalog
 from .copied import ReferenceMLP
 from .item import Item
 from .outcome import NotChecked, Outcome
@@ -26,5 +26,5 @@ __all__ = [
     "Result",
     "audit_model",
     "audit_module",
-    "catalogue",
+    "catalog",
 ]

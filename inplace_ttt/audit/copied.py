@@ -50,7 +50,7 @@ class CopiedModule(AuditedModule):
 
 
 class ReferenceMLP(CopiedModule):
-    """Adapts a module with the signature of the public reference code: `mlp(x, t)` on whole rows.
+    """Adapts a module with the signature of the reference code: `mlp(x, t)` on whole rows.
 
     Such a module takes neither documents nor masks.
 

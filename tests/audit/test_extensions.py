@@ -17,7 +17,7 @@ from inplace_ttt.rules import RidgeRule
 
 BEYOND = [
     "loss-sum",
-    "no-normalisation",
+    "no-normalization",
     "plain-sum",
     "keys",
     "least-squares",
@@ -34,7 +34,7 @@ def test_a_fault_has_one_owner(mutation: Mutation, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("profile", ["paper", "official"])
+@pytest.mark.parametrize("profile", ["paper", "reference"])
 def test_the_compact_preset_is_an_extension(profile: str) -> None:
     # of 1,024 directions all 48 would stay
     changed = {"chunk_size": 1024 if profile == "paper" else 4096, "whitening": {"rank": 0.5}}
