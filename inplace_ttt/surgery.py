@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 
 from . import gradient_reading
 from .config import InPlaceTTTConfig
-from .converted_config import mark, unmark
+from .converted_config import marked, unmarked
 from .errors import InPlaceTTTError, one_line
 from .families import causal_lm, is_listed, locate
 from .layer.fast_linear import FastWeight, LayerSettings, check, fast_weights, hooks_of, install, remove
@@ -96,7 +96,7 @@ def convert(model: AnyModel, config: InPlaceTTTConfig | None = None) -> AnyModel
     )
     if config.target == "gradient":
         gradient_reading.install(lm, decoder.base)
-    mark(lm.config, config)
+    _replace_config(model, lm.config, marked(lm.config, config))
     if not is_listed(decoder.base) and not any(p.is_meta or is_partitioned(p) for p in lm.parameters()):
         try:
             check_behavior(model)
@@ -196,8 +196,15 @@ def revert(model: AnyModel) -> AnyModel:
     for layer in layers.values():
         remove(layer)
     gradient_reading.remove(locate(lm).base)
-    unmark(lm.config)
+    _replace_config(model, lm.config, unmarked(lm.config))
     return model
+
+
+def _replace_config(model: nn.Module, old: PreTrainedConfig, new: PreTrainedConfig) -> None:
+    """Replaces a config in all modules that share it. Other models may share it too, and keep it."""
+    for module in model.modules():
+        if module.__dict__.get("config") is old:
+            module.config = new
 
 
 def is_converted(model: nn.Module) -> bool:

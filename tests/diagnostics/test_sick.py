@@ -40,6 +40,7 @@ def severe(diagnosis: Diagnosis) -> dict[str, set[int]]:
 
 
 @pytest.mark.parametrize("name", [*SICK, *FAULTS])
+@pytest.mark.sample(8)
 def test_the_planted_cause_is_found_and_no_other(name: str) -> None:
     sick = {**SICK, **FAULTS}[name]
     model = sick.model()

@@ -24,7 +24,7 @@ SIZE = ModelSize(
     layers=10,
     queries=64,
     keys=16,
-    states=(64 * 256,) * 2,
+    states=(4 * 64 * 256,) * 2,
 )
 STEP = StepCost(activations=50_000_000, step=51_000_000, logits=0, product_flops=0)
 

@@ -11,7 +11,6 @@ and tokens per second. The state is compared with that of the paper's rule, whic
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 import time
 from pathlib import Path
@@ -85,7 +84,7 @@ def sizes(model: Any) -> dict[str, int]:
     """Returns the bytes of one float32 state, and of one with the sizes of the weights."""
     config, maps = config_of(model), [features(layer)[::-1] for layer in fast_weights(model).values()]
     return {
-        "state_bytes": 4 * sum(math.prod(config.state_shape(d, h)) for d, h in maps),
+        "state_bytes": config.state_bytes(maps),
         "paper_state_bytes": 4 * sum(d * h for d, h in maps),
     }
 

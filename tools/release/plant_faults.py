@@ -90,7 +90,7 @@ FAULTS = (
           "            tensor.zero_()\n        if self.proj_init", "            tensor.fill_(0.01)\n        if self.proj_init",
           "tests/test_surgery.py"),
     Fault("revert forgets the config", "surgery.py",
-          "    unmark(lm.config)\n    return model", "    return model", "tests/test_surgery.py"),
+          "    _replace_config(model, lm.config, unmarked(lm.config))\n    return model", "    return model", "tests/test_surgery.py"),
     Fault("a fingerprint looks at the first numbers alone", "checkpoint/fingerprint.py",
           "yield from ((f\"{prefix}.{name}\", p, None) for name, p in readable_parameters(module))",
           "yield from ((f\"{prefix}.{name}\", p, 1) for name, p in readable_parameters(module))",

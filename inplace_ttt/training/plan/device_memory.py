@@ -30,7 +30,7 @@ class ModelSize:
         layers: number of layers.
         queries: channels of one layer's queries, over all heads.
         keys: channels of one layer's keys, over all heads.
-        states: number of elements of each TTT layer's state.
+        states: bytes of one sequence's state, per TTT layer.
         saved: bytes that quantization saves.
     """
 
@@ -47,8 +47,8 @@ class ModelSize:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the float32 states S of one sequence, over all layers."""
-        return 4 * sum(self.states)
+        """Bytes of the states S of one sequence, over all layers."""
+        return sum(self.states)
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ def _shared_rows(recipe: Recipe, model: ModelSize, one_layer: bool) -> int:
     """
     if recipe.parallel.sequence_parallel_size == 1 or not model.states:
         return 0
-    states = [4 * recipe.training.batch_size * numbers for numbers in model.states]
+    states = [recipe.training.batch_size * state for state in model.states]
     return (max(states) if one_layer else sum(states)) + 3 * max(states)
 
 

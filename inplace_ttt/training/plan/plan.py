@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,7 +150,7 @@ def make_plan(recipe: Recipe, device_memory: int | None = None) -> TrainingPlan:
         queries=width * heads,
         # with fewer heads than ranks, each head is repeated until each rank has one
         keys=width * max(kv_heads, recipe.parallel.sequence_parallel_size),
-        states=tuple(math.prod(ttt.state_shape(d, h)) for d, h in fast_weight_sizes(model)),
+        states=tuple(ttt.state_bytes([layer]) for layer in fast_weight_sizes(model)),
         saved=saved_by_quantization(recipe, model),
     )
     step = step_cost(recipe)
