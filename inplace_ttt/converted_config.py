@@ -66,11 +66,15 @@ class BaseModel(Open):
 
 @dataclass(frozen=True)
 class _Section:
-    """The section `inplace_ttt` of config.json. `InPlaceTTTConfig.from_dict` checks `config`."""
+    """The section `inplace_ttt` of config.json.
+
+    `InPlaceTTTConfig.from_dict` checks `config`, and `Full.declared_deviations` its own list.
+    """
 
     base_model_type: str
     config: dict[str, Any]
     base: BaseModel | None = None
+    declared_deviations: Any = None
     layer_types: Any = None
     num_hidden_layers: Any = None
 

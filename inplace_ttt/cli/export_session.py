@@ -26,6 +26,7 @@ from ..session.rank import RANK
 from ..session.session import Session
 from ..session.weight_change import WeightChange, low_rank
 from .loading import load_with_tokenizer, refuse_not_finite
+from .messages import warn
 
 
 def export_session(
@@ -56,6 +57,8 @@ def export_session(
             "Python with Session.bake(row) or Session.to_lora(…, row=row)."
         )
     changes = session.weight_changes()
+    if not any(change.left.any() for change in changes.values()):
+        warn("the session's writes are zero, so that the export is the base; train the model first.")
     rows = _rows(args, [first, *others], tokenizer)
     plain = plain_copy(model)
     result: dict[str, Any] = {

@@ -28,6 +28,8 @@ FOLDERS = {
     "export reference": ("ttt", "export ttt OUT --format reference --overwrite"),
     "export adapter": ("ttt", "export ttt OUT --format adapter --overwrite"),
     "export full": ("lora", "export lora OUT --format full --overwrite"),
+    "export plain": ("ttt", "export ttt OUT --format plain --session state --overwrite"),
+    "export lora": ("ttt", "export ttt OUT --format lora --session state --overwrite"),
     "import": ("public", "import-reference public OUT --overwrite"),
     "diagnose": ("ttt", "diagnose ttt --text text.txt --tokens 40 --out OUT --overwrite"),
     "evaluate": ("ttt", "evaluate ttt --text text.txt other.txt --tokens 40 --out OUT --overwrite"),

@@ -76,6 +76,8 @@ COMMANDS = [
     "export closed-ttt mine/out --format adapter",
     "export ttt ro/out --format reference",
     "export secret-ttt mine/out --format reference",
+    "export ttt mine/out --format lora --session closed.state",
+    "export ttt ro/out --format plain --session state",
     "import-reference closed mine/out",
     "audit ttt --out ro/report.md",
     "audit ttt --out closed/report.md",
