@@ -89,9 +89,11 @@ class KeyWhitening:
         rank: r. An integer is the number of directions, a float up to 1.0 a fraction of the model's width d,
             and None stands for all h directions.
         shrinkage: ρ as a fraction of the mean variance.
+        centered: subtract ‖z‖c. Without it keys are linear in z, so that a session can be exported as a
+            weight (`Session.bake`). U and Λ are then of z itself.
 
     Raises:
-        InPlaceTTTError: if `rank` or `shrinkage` is out of range.
+        InPlaceTTTError: if a value has a wrong type or is out of range.
 
     Examples:
         >>> from inplace_ttt import InPlaceTTTConfig, KeyWhitening
@@ -101,6 +103,7 @@ class KeyWhitening:
 
     rank: int | float | None = None
     shrinkage: float = 0.1
+    centered: bool = True
 
     def __post_init__(self) -> None:
         require(
@@ -116,6 +119,10 @@ class KeyWhitening:
             f"whitening.shrinkage must be a number above 0, got {self.shrinkage!r}.",
         )
         require_size("whitening.shrinkage", self.shrinkage)
+        require(
+            isinstance(self.centered, bool),
+            f"whitening.centered must be true or false, got {self.centered!r}.",
+        )
 
     def directions(self, d: int, h: int) -> int:
         """Computes r for one down-projection.

@@ -60,11 +60,13 @@ class _Seen:
 
     def __init__(self, layer: FastWeight, seen: Seen) -> None:
         zeros = functools.partial(torch.zeros, device=seen.z.device)
-        keys = layer.ttt.keys
+        keys, whitening = layer.ttt.keys, layer.fast.config.whitening
         self.directions = (
             None
-            if keys is None
-            else LeadingDirections(keys.directions.shape[1], len(keys.directions), seen.z.device)
+            if keys is None or whitening is None
+            else LeadingDirections(
+                keys.directions.shape[1], len(keys.directions), seen.z.device, centered=whitening.centered
+            )
         )
         self.source, self.norm, self.residual, self.felt = (
             zeros(seen.source.shape[-1]),

@@ -38,7 +38,7 @@ _AT_ONCE = 1024
 
 
 class Directions(NamedTuple):
-    """Leading directions of the second moment of z - ‖z‖c, in float32.
+    """Leading directions of the second moment of z - ‖z‖c, or of z itself with c = 0, in float32.
 
     c = E[‖z‖z] / E[‖z‖²] minimizes the rest, as the mean does if all z have equal norms.
 
@@ -67,18 +67,21 @@ class LeadingDirections:
         width: h.
         rank: r, the number of directions.
         device: device of the sums.
+        centered: subtract ‖z‖c; c is zero without it.
 
     Raises:
         InPlaceTTTError: if the rank is not between 1 and h.
     """
 
-    def __init__(self, width: int, rank: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, width: int, rank: int, device: torch.device | str = "cpu", *, centered: bool = True
+    ) -> None:
         if not 0 < rank <= width:
             raise InPlaceTTTError(
                 f"{rank} directions were asked of activations of width {width}; give a rank of 1 to {width}."
             )
         columns = _OVERSAMPLING * rank
-        self.rank, self.tokens, self.trace = rank, 0, 0.0
+        self.rank, self.tokens, self.trace, self.centered = rank, 0, 0.0, centered
         self._next = columns
         self._onto: Tensor | None = None  # Ω; None for the identity, with which the sum is Σ itself
         if 2 * columns < width:  # drawn on the CPU, so that every device gets the same values
@@ -135,6 +138,8 @@ class LeadingDirections:
                 "a down-projection's input did not vary over the calibration text; give rows of a text "
                 "like the one to be read."
             )
+        if not self.centered:
+            center, trace = torch.zeros_like(center), square
         if self._kept is not None:
             z = torch.cat(self._kept).double()
             _, sizes, turned = torch.linalg.svd(

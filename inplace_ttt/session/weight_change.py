@@ -96,7 +96,7 @@ def require_linear(changes: Mapping[int, WeightChange]) -> None:
     if any(not change.is_linear for change in changes.values()):
         raise InPlaceTTTError(
             "whitened keys subtract a center times the norm of each input, which is not linear, so that no "
-            "weight holds this session; convert with plain keys (the presets gradient, notes or paper)."
+            "weight holds this session; convert with --set whitening.centered=false, or without whitening."
         )
 
 

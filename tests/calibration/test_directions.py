@@ -43,6 +43,19 @@ def largest(rows: list[Tensor], rank: int) -> tuple[Tensor, Tensor, Tensor]:
     return sigma, values.flip(0)[:rank], vectors.flip(1)[:, :rank]
 
 
+@pytest.mark.parametrize("width", [40, WIDTH])
+@pytest.mark.parametrize("tokens", [300, 3000])
+def test_without_a_center(width: int, tokens: int) -> None:
+    z = activations(tokens, slow(width))
+    reader = LeadingDirections(width, RANK, DEVICE, centered=False)
+    reader.add(z.to(DEVICE))
+    found = Directions(*(part.cpu() if isinstance(part, Tensor) else part for part in reader.found()))
+    sigma = z.double().T @ z.double() / tokens
+    values = torch.linalg.eigvalsh(sigma).flip(0)[:RANK]
+    assert not found.center.any()
+    assert captured(found, sigma, values) > 0.98
+
+
 def center(rows: list[Tensor]) -> Tensor:
     """c [h], by which Σ ‖z - ‖z‖c‖² is least."""
     z = torch.cat([row.double().flatten(0, -2) for row in rows])

@@ -23,7 +23,8 @@ RULES: dict[str, dict[str, Any]] = {
     "sum": {},
     "gradient": {"target": "gradient", "eta": 0.3},
     "ridge on plain keys": {"update_rule": "ridge", "ridge": 0.5, "eta": 10.0},
-    "linear whitened keys": {"whitening": KeyWhitening(0.75), "eta": 3.0},
+    "linear whitened keys": {"whitening": KeyWhitening(0.75, centered=False), "eta": 3.0},
+    "ridge": {**RIDGE, "whitening": KeyWhitening(0.75, centered=False)},
     "row norms": {"preserve_row_norms": True},
     "one write per prompt": {"conv": "next", "prompt_write": PromptWrite(eta=0.3, cap=0.5)},
 }
@@ -32,9 +33,6 @@ RULES: dict[str, dict[str, Any]] = {
 def read_once(name: str, rule: str) -> Session:
     """A session in float64 that has written two chunks (or one prompt) and holds no unfinished one."""
     model = converted(name, torch.float64, chunk_size=CHUNK, **RULES[rule]).eval()
-    for layer in fast_weights(model).values():
-        if layer.ttt.keys is not None:
-            layer.ttt.keys.center.zero_()
     session = Session(model)
     ids = random_ids(1, 2 * CHUNK)
     session.write_prompt(ids) if rule == "one write per prompt" else session.read(ids)

@@ -88,6 +88,7 @@ RULES = {
     "ridge, rank 1.0": ridge("whitening.rank=1.0"),
     **{f"ridge, eta {eta}": ridge(f"eta={eta}") for eta in (0.3, 1, 2, 4)},
     "ridge, gated": ridge("write_gate=true"),
+    "ridge, keys without a center": ridge("whitening.centered=false"),
     **{f"ridge, λ 0.1, eta {eta}": ridge("ridge=0.1", f"eta={eta}") for eta in (2, 3)},
     **{f"ridge, {steps} steps": ridge().trained(f"training.steps={steps}") for steps in (96, 192, 384)},
     **{
