@@ -77,7 +77,9 @@ class Conversation:
         made.session = Session.load(file, made.model)
         rows = max((stream.batch for stream in streams(made.session.cache).values()), default=1)
         if rows > 1:
-            raise InPlaceTTTError(f"{file} holds {rows} sequences, and a chat continues one; give another file.")
+            raise InPlaceTTTError(
+                f"{file} holds {rows} sequences, and a chat continues one; give another file."
+            )
         made.file = file
         return made
 
@@ -166,7 +168,7 @@ class Conversation:
         layers = ", ".join(map(str, config_of(self.model).layers))
         return (
             f"{self.tokens:,} tokens, {self.session.cache.get_seq_length():,} of them in the KV cache; "
-            f"{self.session.chunks_written:,} chunks written into layers {layers} "
+            f"{self.session.chunks_written:,} chunks written into TTT layers {layers} "
             f"({self.session.state_bytes:,} bytes); TTT {'on' if self.ttt else 'off'}; "
             f"{f'saved to {self.file}' if self.file else 'not saved to a file'}"
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from enum import Enum
 from typing import Any
 
@@ -64,7 +63,8 @@ class Turns:
         if self._one.count(_MARK) != 1 or three != two + _MARK + added:
             self._refuse()
         self._first, later = self._one.partition(_MARK)[0], added.partition(_MARK)[0]
-        self._header = os.path.commonprefix([self._first[::-1], later[::-1]])[::-1]
+        # the longest end of the text before a later turn that the text before the first one has too
+        self._header = next(later[n:] for n in range(len(later) + 1) if self._first.endswith(later[n:]))
         self.end_of_answer = ids_within(tokenizer, added)[:1]
 
     def ids(self, place: Place, content: str, source: str, *, asks: bool) -> list[int]:
@@ -94,7 +94,7 @@ class Turns:
 
     def _text(self, place: Place, content: str, asks: bool) -> str:
         if place is Place.START:
-            return self._after(self._first, self._rendered(content, asks=asks))
+            return self._rendered(content, asks=asks)
         if place is Place.OPEN:
             opened = self._first + _MARK
             return self._after(opened, self._rendered(f"{_MARK}\n\n{content}", asks=asks))
@@ -127,6 +127,6 @@ class Turns:
         without = "leave out --system, or " if self.system else ""
         raise InPlaceTTTError(
             f"the chat template of {self.source} changes an earlier turn when a later one follows, and a "
-            f"session cannot read a turn again; {without}correct chat_template.jinja, or delete it to chat in "
-            "plain lines."
+            f"session cannot read a turn again; {without}correct chat_template.jinja, or delete it to chat "
+            "in plain lines."
         )
