@@ -294,12 +294,13 @@ def test_a_chat_that_is_killed_while_it_saves_leaves_a_whole_session(
     world: Path, tmp_path: Path, chats: Chats
 ) -> None:
     file, model = tmp_path / "s", world / "endless"
-    chats.run(model, *SHORT, "--session", file, "--read", world / "book.txt", lines=("hello",))
+    (tmp_path / "long.txt").write_text(tiny.text(20_000))  # so that a save takes a while
+    chats.run(model, *SHORT, "--session", file, "--read", tmp_path / "long.txt", lines=("hello",))
     tokens = session_in(file, model).tokens
     draw, lines = random.Random(0), tmp_path / "lines"
     lines.write_text("/save\n" * 100_000)
     loaded = load(str(model), dtype=torch.float32).eval()
-    for _ in range(6):
+    for _ in range(8):
         words = [str(model), "--session", str(file)]
         process = FORKSERVER.Process(target=_from_file, args=(lines, words))
         process.start()
