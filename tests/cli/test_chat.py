@@ -304,8 +304,8 @@ def test_a_chat_that_is_killed_while_it_saves_leaves_a_whole_session(
         words = [str(model), "--session", str(file)]
         process = FORKSERVER.Process(target=_from_file, args=(lines, words))
         process.start()
-        before = file.stat().st_ino
-        while file.stat().st_ino == before:
+        before = file.stat().st_mtime_ns
+        while file.stat().st_mtime_ns == before:
             assert process.is_alive()
             time.sleep(0.01)
         time.sleep(draw.uniform(0, 0.1))
