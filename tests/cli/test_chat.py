@@ -296,7 +296,7 @@ def test_a_chat_that_is_killed_while_it_saves_leaves_a_whole_session(
     file, model = tmp_path / "s", world / "endless"
     (tmp_path / "long.txt").write_text(tiny.text(20_000))  # so that a save takes a while
     chats.run(model, *SHORT, "--session", file, "--read", tmp_path / "long.txt", lines=("hello",))
-    tokens = session_in(file, model).tokens
+    tokens, size = session_in(file, model).tokens, file.stat().st_size
     draw, lines = random.Random(0), tmp_path / "lines"
     lines.write_text("/save\n" * 100_000)
     loaded = load(str(model), dtype=torch.float32).eval()
@@ -308,10 +308,13 @@ def test_a_chat_that_is_killed_while_it_saves_leaves_a_whole_session(
         while file.stat().st_mtime_ns == before:
             assert process.is_alive()
             time.sleep(0.01)
-        time.sleep(draw.uniform(0, 0.1))
+        until, sizes = time.monotonic() + draw.uniform(0.1, 0.4), set()
+        while time.monotonic() < until:
+            sizes.add(file.stat().st_size)
         assert process.is_alive(), "it must be killed while it saves"
         process.kill()
         process.join()
+        assert sizes == {size}, "the file is whole at any moment"
         assert Session.load(file, loaded).tokens.equal(tokens)
     chats.run(model, *SHORT, "--session", file, lines=("and then?",))
     after = session_in(file, model).tokens
