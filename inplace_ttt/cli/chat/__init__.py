@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> Result:
     else:
         conversation = Conversation(*given)
         conversation.file = args.session
-    conversation.ttt = args.ttt == "on"
+    conversation.switch(args.ttt == "on")
     if turns.is_plain:
         warn(f"{args.path} lacks a chat template; each turn is a line that begins with User: or Assistant:")
     if args.system and conversation.place is not Place.START:
@@ -39,12 +39,12 @@ def run(args: argparse.Namespace) -> Result:
     for file, text in texts:
         with stoppable() as stop:
             chat.read(file, text, stop)
-    note(conversation.info())
+    note(f"{conversation.info()}; /help lists the commands")
     chat.run(lines())
     return {
         "answers": chat.answers,
         "session": conversation.file,
-        "tokens": conversation.tokens,
+        "tokens": 0 if conversation.session.tokens is None else conversation.session.tokens.shape[1],
         "chunks_written": conversation.session.chunks_written,
         "state_bytes": conversation.session.state_bytes,
     }, 0

@@ -16,8 +16,8 @@ HELP = {
     "/drop": ("", "drop the KV cache, keep the fast weights"),
     "/save": ("[FILE]", "save the session; FILE becomes its file"),
     "/fork": ("FILE", "save a copy of the session, and go on in the present file"),
-    "/off": ("", "read and answer without the fast weights"),
-    "/on": ("", "read and answer with the fast weights"),
+    "/off": ("", "read and answer without the fast weights, in a copy of the session"),
+    "/on": ("", "go on with the fast weights, in the session as it was before /off"),
     "/info": ("", "print the session's sizes"),
     "/help": ("", "print this list"),
     "/quit": ("", "end the chat, as Ctrl-D does; Ctrl-C stops an answer"),
@@ -80,13 +80,13 @@ class Chat:
             stop: ends the reading.
         """
         text = text_of(file) if text is None else text
-        written = self.conversation.session.chunks_written
+        written = self.conversation.current.chunks_written
         with Bar(file) as bar:
             read = self.conversation.read(text, file, stop, bar.advance)
-        written = self.conversation.session.chunks_written - written
+        written = self.conversation.current.chunks_written - written
         stopped = "stopped: " if stop.asked else ""
         note(f"{stopped}read {read:,} tokens of {file}, wrote {written:,} chunks into the fast weights")
-        self._changed()
+        self._took_a_turn()
 
     def _follow(self, line: str, stop: Stop) -> None:
         """Does what a line asks for."""
@@ -115,7 +115,7 @@ class Chat:
         answer = self.conversation.answer(question, stop, printed.write)
         printed.end()
         self.answers.append({"question": question, "answer": answer})
-        self._changed()
+        self._took_a_turn()
 
     def _forget(self, *_: object) -> None:
         self.conversation.forget()
@@ -136,15 +136,23 @@ class Chat:
         note(f"saved a copy to {file}")
 
     def _switch(self, on: bool) -> None:
-        self.conversation.ttt = on
-        note(f"TTT is {'on' if on else 'off'}")
+        self.conversation.switch(on)
+        note(
+            "TTT is on; the session is as it was before /off"
+            if on
+            else "TTT is off; turns until /on do not become part of the session"
+        )
 
     def _help(self) -> None:
         for name, (argument, effect) in HELP.items():
             note(f"{f'{name} {argument}':14}{effect}")
 
+    def _took_a_turn(self) -> None:
+        if self.conversation.aside is None:
+            self._changed()
+
     def _changed(self) -> None:
-        """Saves the session after a turn, if it has a file."""
+        """Saves the session after a change, if it has a file."""
         self.conversation.is_saved = False
         if self.conversation.file:
             self.conversation.save()

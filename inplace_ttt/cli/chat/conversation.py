@@ -40,7 +40,7 @@ class Conversation:
 
     Attributes:
         session: the session, which may be replaced.
-        ttt: False to read and answer without the fast weights.
+        aside: the copy of it that reads and answers without the fast weights; None while they are on.
         file: the session's file, or None.
         is_saved: True if the file holds the session as it is.
     """
@@ -50,7 +50,7 @@ class Conversation:
     ) -> None:
         self.model, self.turns, self.source = model, turns, source
         self.session = Session(model)
-        self.ttt = True
+        self.aside: Session | None = None
         self.file: str | None = None
         self.is_saved = True
         self._max_new_tokens, self._warned = max_new_tokens, False
@@ -84,9 +84,14 @@ class Conversation:
         return made
 
     @property
+    def current(self) -> Session:
+        """The session that the next turn continues."""
+        return self.session if self.aside is None else self.aside
+
+    @property
     def tokens(self) -> int:
-        """Tokens of the session."""
-        return 0 if self.session.tokens is None else self.session.tokens.shape[1]
+        """Tokens of the present session."""
+        return 0 if self.current.tokens is None else self.current.tokens.shape[1]
 
     def read(self, text: str, source: str, stop: Stop, advance: Callable[[int, int], None]) -> int:
         """Reads a file's text as the beginning of the user's next turn.
@@ -106,7 +111,7 @@ class Conversation:
             for piece in ids.split(_READ_AT_ONCE, dim=1):
                 if stop.asked:
                     break
-                self.session.read(piece)
+                self.current.read(piece)
                 read += piece.shape[1]
                 advance(read, ids.shape[1])
         return read
@@ -132,7 +137,7 @@ class Conversation:
         problem = f"cannot generate with the settings of {self.source}/generation_config.json"
         try:
             with self._switched(), reported(problem, "correct it or delete it"):
-                new = self.session.generate(
+                new = self.current.generate(
                     ids,
                     streamer=_Streamer(self.turns.tokenizer, write),
                     stopping_criteria=StoppingCriteriaList([ends]),
@@ -144,13 +149,28 @@ class Conversation:
             raise HalfwayError(str(error)) from None
         return self.turns.tokenizer.decode(new[0], skip_special_tokens=True).strip()
 
+    def switch(self, on: bool) -> None:
+        """Switches the fast weights on or off.
+
+        Turns without them go to a copy, which ends when they are on again. The session does not get a gap of
+        tokens that the fast weights have not read, of which `target: gradient` could not compute a gradient.
+        """
+        if on:
+            self.aside = None
+        elif self.aside is None:
+            self.aside = self.session.fork()
+
     def forget(self) -> None:
         """Starts a new session."""
-        self.session = Session(self.model)
+        self._replace(Session(self.model))
 
     def drop(self) -> None:
         """Keeps the fast weights alone. The next turn begins a new conversation."""
-        self.session = self.session.drop_kv_cache()
+        self._replace(self.session.drop_kv_cache())
+
+    def _replace(self, session: Session) -> None:
+        self.session = session
+        self.aside = None if self.aside is None else session.fork()
 
     def save(self, file: str | None = None) -> None:
         """Saves the session to its file, or to another, which becomes its file.
@@ -167,14 +187,14 @@ class Conversation:
         """Returns the sizes of the session."""
         layers = ", ".join(map(str, config_of(self.model).layers))
         return (
-            f"{self.tokens:,} tokens, {self.session.cache.get_seq_length():,} of them in the KV cache; "
-            f"{self.session.chunks_written:,} chunks written into TTT layers {layers} "
-            f"({self.session.state_bytes:,} bytes); TTT {'on' if self.ttt else 'off'}; "
+            f"{self.tokens:,} tokens, {self.current.cache.get_seq_length():,} of them in the KV cache; "
+            f"{self.current.chunks_written:,} chunks written into TTT layers {layers} "
+            f"({self.current.state_bytes:,} bytes); TTT {'on' if self.aside is None else 'off'}; "
             f"{f'saved to {self.file}' if self.file else 'not saved to a file'}"
         )
 
     def _switched(self) -> Any:
-        return nullcontext() if self.ttt else disable_ttt(self.model)
+        return nullcontext() if self.aside is None else disable_ttt(self.model)
 
     @property
     def place(self) -> Place:
@@ -183,11 +203,11 @@ class Conversation:
         So a loaded session continues as one in memory. Generation leaves its last token unread, and reading
         leaves none.
         """
-        if self.session.tokens is None or not self.tokens:
+        if self.current.tokens is None or not self.tokens:
             return Place.START
-        if self.session.cache.get_seq_length() < self.tokens:
+        if self.current.cache.get_seq_length() < self.tokens:
             return Place.ANSWERED
-        text = self.turns.tokenizer.decode(self.session.tokens[0])
+        text = self.turns.tokenizer.decode(self.current.tokens[0])
         return Place.OPEN if self.turns.in_a_turn(text) else Place.RAW
 
     def _next_ids(self, content: str, source: str, *, asks: bool) -> Tensor:
@@ -207,9 +227,9 @@ class Conversation:
             warn(note)
             self._warned = True
         if place is Place.ANSWERED:
-            assert self.session.tokens is not None
-            last = int(self.session.tokens[0, -1])
-            self.session.tokens = self.session.tokens[:, :-1]
+            assert self.current.tokens is not None
+            last = int(self.current.tokens[0, -1])
+            self.current.tokens = self.current.tokens[:, :-1]
             added = self._kept_of(last) + added
         return torch.tensor([added], dtype=torch.int64, device=self.model.device)
 

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ttt",
         choices=("on", "off"),
         default="on",
-        help="off: start without the fast weights, as by /off (default: on)",
+        help="off: without the fast weights until /on, as by /off (default: on)",
     )
     parser.add_argument(
         "--base", type=path, metavar="PATH", help="present place of an adapter's base, if it was moved"
