@@ -391,7 +391,7 @@ class InPlaceTTTConfig:
         """Makes the config of a preset. docs/convert.md compares the presets.
 
         Args:
-            name: "paper", "official", "ttt_ntp", "gradient", "notes" or "ridge".
+            name: "paper", "reference", "ttt_ntp", "gradient", "notes" or "ridge".
             overrides: settings that replace the preset's.
 
         Returns:
@@ -412,8 +412,8 @@ PRESETS: dict[str, InPlaceTTTConfig] = {
     # arXiv 2604.06169 leaves η, the layer offset and the chunk size of the main runs unstated: here 1, 0 and
     # 1024.
     "paper": InPlaceTTTConfig(),
-    # The public reference code's recommended configuration.
-    "official": InPlaceTTTConfig(chunk_size=4096, eta=3.0, target="hidden_states"),
+    # The reference code's recommended configuration.
+    "reference": InPlaceTTTConfig(chunk_size=4096, eta=3.0, target="hidden_states"),
     # TTT-NTP (arXiv 2606.21803): its public recipe for Llama-3.1-8B, with the diagonal P of its other
     # recipes. See docs/ttt_ntp.md.
     "ttt_ntp": InPlaceTTTConfig(

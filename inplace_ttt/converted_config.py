@@ -16,10 +16,12 @@ In memory the config keeps the base's model_type, since Liger, PEFT and others l
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .config import InPlaceTTTConfig
 from .errors import InPlaceTTTError
+from .files.schema import Open, from_values
 
 MODEL_TYPE = "inplace_ttt"
 _PREFIX = "InPlaceTTT"
@@ -40,15 +43,58 @@ _SHIM = '''"""Loads this checkpoint's classes from inplace-ttt (its checkout: pi
 from inplace_ttt.converted_config import InPlaceTTTModelConfig  # noqa: F401
 '''
 _GUARD, _COUNT = "layer_types", "num_hidden_layers"
+_SIGN = "this is an In-Place TTT checkpoint"
+"""The beginning by which the message in place of `layer_types` is recognized, whatever follows."""
 _NOT_THE_BASE = [
-    "this is an In-Place TTT checkpoint, which a class of its base would load without its fast weights: "
-    "import inplace_ttt "
+    f"{_SIGN}, which a class of its base would load without its fast weights: import inplace_ttt "
     "(in its checkout, pip install -e .) and load it with inplace_ttt.load or an Auto class of transformers"
 ]
 
 followers: list[Callable[[type[PreTrainedConfig], type[PreTrainedConfig]], None]] = []
 """Functions that are called with a base's config class and the class made for it. `converted_class` adds one
 that makes the model classes."""
+
+
+@dataclass(frozen=True)
+class BaseModel(Open):
+    """The base of a conversion, with the fingerprint of its W0 (None if unknown)."""
+
+    name_or_path: str
+    revision: str | None = None
+    fingerprint: str | None = None
+
+
+@dataclass(frozen=True)
+class _Section:
+    """The section `inplace_ttt` of config.json.
+
+    `InPlaceTTTConfig.from_dict` checks `config`, and `Full.declared_deviations` its own list.
+    """
+
+    base_model_type: str
+    config: dict[str, Any]
+    base: BaseModel | None = None
+    declared_deviations: Any = None
+    layer_types: Any = None
+    num_hidden_layers: Any = None
+
+
+def checked_section(values: Mapping[str, Any], where: Any) -> Mapping[str, Any]:
+    """Returns the section `inplace_ttt` of a converted model's config.json.
+
+    Args:
+        values: of config.json.
+        where: name of the file, for the message.
+
+    Raises:
+        InPlaceTTTError: if the section is missing, or a key in it is missing, unknown or of a wrong type.
+    """
+    if MODEL_TYPE not in values:
+        raise InPlaceTTTError(
+            f"{where} has model_type {MODEL_TYPE} but no {MODEL_TYPE} section; convert the base model again."
+        )
+    from_values(_Section, values[MODEL_TYPE], f"{where}, {MODEL_TYPE}")
+    return values[MODEL_TYPE]
 
 
 class InPlaceTTTModelConfig(PreTrainedConfig):
@@ -61,12 +107,7 @@ class InPlaceTTTModelConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        section = config_dict.get(MODEL_TYPE)
-        if not isinstance(section, Mapping) or "base_model_type" not in section or "config" not in section:
-            raise InPlaceTTTError(
-                f"config.json has model_type {MODEL_TYPE} but no {MODEL_TYPE} section; convert the base "
-                "model again."
-            )
+        section = checked_section(config_dict, "config.json")
         if section["base_model_type"] not in CONFIG_MAPPING:
             raise InPlaceTTTError(
                 f"the base is a {section['base_model_type']}, which this transformers does not support; "
@@ -148,7 +189,7 @@ def of_the_base(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_guarded(values: Mapping[str, Any]) -> bool:
     guard = values.get(_GUARD)
-    return isinstance(guard, list) and len(guard) == 1 and str(guard[0]).startswith(_NOT_THE_BASE[0][:33])
+    return isinstance(guard, list) and len(guard) == 1 and str(guard[0]).startswith(_SIGN)
 
 
 def _with_our_names(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -200,18 +241,22 @@ def _publish(carrying: Any) -> None:
             setattr(module, _converted_name(made.__name__), made)
 
 
-def mark(config: PreTrainedConfig, ttt: InPlaceTTTConfig) -> None:
-    """Turns a base's config into a converted model's, in place. Saving it then writes our model_type."""
-    if not isinstance(config, _CarriesTTT):
-        config.__class__ = carrying_class(type(config))  # type: ignore[arg-type]
-    config.inplace_ttt = {**getattr(config, MODEL_TYPE, {}), **section(config.model_type, ttt)}
+def marked(config: PreTrainedConfig, ttt: InPlaceTTTConfig) -> PreTrainedConfig:
+    """Returns a converted model's config from its base's. Saving it writes our model_type."""
+    made = copy.copy(config)
+    if not isinstance(made, _CarriesTTT):
+        made.__class__ = carrying_class(type(made))  # type: ignore[arg-type]
+    made.inplace_ttt = {**getattr(made, MODEL_TYPE, {}), **section(made.model_type, ttt)}
+    return made
 
 
-def unmark(config: PreTrainedConfig) -> None:
-    """Undoes `mark`."""
-    if isinstance(config, _CarriesTTT):
-        del config.inplace_ttt
-        config.__class__ = config.base_class
+def unmarked(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Returns the base's config, the inverse of `marked`."""
+    made = copy.copy(config)
+    if isinstance(made, _CarriesTTT):
+        del made.inplace_ttt
+        made.__class__ = made.base_class
+    return made
 
 
 def __getattr__(name: str) -> type:

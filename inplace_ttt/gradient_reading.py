@@ -33,11 +33,11 @@ from .errors import InPlaceTTTError
 from .families import CACHE, cache_in, features
 from .gradient_steps import Call, GradientSteps, first_stream, refuse_other_layers
 from .layer.cache import stop_recording, streams
-from .layer.fast_linear import FastWeight
+from .layer.fast_linear import FastWeight, fast_weights
 from .layer.forward_context import document_spans
 from .layer.overrides import overriding
 from .layer.per_thread import this_thread
-from .layer.quantised import packs_for_inference
+from .layer.quantized import packs_for_inference
 from .layer.sequence_parallel import ulysses_group
 from .layer.stream import FastWeightStream
 from .layer.zero3 import is_partitioned
@@ -97,6 +97,7 @@ class GradientReading:
 
     def __init__(self, lm: nn.Module, base: Any) -> None:
         self.lm, self.base, self._has_gradients = lm, base, False
+        self.layers = fast_weights(lm)
         self.names = [name for name in inspect.signature(base.forward).parameters if name != "self"]
 
     @torch.compiler.disable(reason="a chunk is written between two forwards")
@@ -115,7 +116,7 @@ class GradientReading:
                 return self.read(
                     call, tuple(map(_normal, args)), {name: _normal(value) for name, value in kwargs.items()}
                 )
-        steps = GradientSteps.of(self.lm, call)
+        steps = GradientSteps(self.lm, call, self.layers)
         if not steps.first.hooks.model.enabled:
             return call(*args, **kwargs)
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}

@@ -19,7 +19,7 @@ from .errors import InPlaceTTTError
 from .families import CACHE
 from .language_head import loss_gradient
 from .layer.cache import plain_class, stop_recording, stream_of, streams
-from .layer.fast_linear import FastWeight, fast_weights
+from .layer.fast_linear import FastWeight
 from .layer.gradient_stream import GradientStream, Tape
 from .layer.overrides import overriding
 
@@ -39,10 +39,6 @@ class GradientSteps:
     lm: nn.Module
     call: Call
     layers: dict[int, FastWeight]
-
-    @classmethod
-    def of(cls, lm: nn.Module, call: Call) -> GradientSteps:
-        return cls(lm, call, fast_weights(lm))
 
     @property
     def first(self) -> FastWeight:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from .device_copies import on_device
 from .errors import InPlaceTTTError
 
 Span = tuple[int, int]
@@ -28,22 +29,6 @@ def document_starts(position_ids: Tensor) -> Tensor:
         A mask [B, T], bool: True at each document's first token.
     """
     return torch.nn.functional.pad(position_ids.diff(dim=-1) != 1, (1, 0), value=True)
-
-
-def on_device(host: Tensor, device: torch.device) -> Tensor:
-    """Copies a tensor from the host to a device, for use by any stream.
-
-    On a GPU the host waits for this copy only, and not for the queued work.
-    """
-    if device.type != "cuda":
-        return host.to(device)
-    with torch.cuda.stream(torch.cuda.Stream(device)):
-        copy = host.pin_memory().to(device, non_blocking=True)
-        done = torch.cuda.Event()
-        done.record()
-    done.synchronize()
-    copy.record_stream(torch.cuda.current_stream(device))
-    return copy
 
 
 @dataclass(frozen=True)

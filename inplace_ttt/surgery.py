@@ -15,12 +15,12 @@ from transformers import PreTrainedConfig
 
 from . import gradient_reading
 from .config import InPlaceTTTConfig
-from .converted_config import mark, unmark
+from .converted_config import marked, unmarked
 from .errors import InPlaceTTTError, one_line
 from .families import causal_lm, is_listed, locate
 from .layer.fast_linear import FastWeight, LayerSettings, check, fast_weights, hooks_of, install, remove
 from .layer.hooks import ModelHooks, sharing, switching
-from .layer.quantised import parameter_dtype
+from .layer.quantized import parameter_dtype
 from .layer.zero3 import is_partitioned
 
 logger = logging.getLogger(__name__)
@@ -96,10 +96,10 @@ def convert(model: AnyModel, config: InPlaceTTTConfig | None = None) -> AnyModel
     )
     if config.target == "gradient":
         gradient_reading.install(lm, decoder.base)
-    mark(lm.config, config)
+    _replace_config(model, lm.config, marked(lm.config, config))
     if not is_listed(decoder.base) and not any(p.is_meta or is_partitioned(p) for p in lm.parameters()):
         try:
-            check_behaviour(model)
+            check_behavior(model)
         except InPlaceTTTError:
             revert(model)
             raise
@@ -107,7 +107,7 @@ def convert(model: AnyModel, config: InPlaceTTTConfig | None = None) -> AnyModel
 
 
 @torch.no_grad()
-def check_behaviour(model: nn.Module) -> None:
+def check_behavior(model: nn.Module) -> None:
     """Checks on two short rows that a converted model is causal and keeps rows apart.
 
     Raises:
@@ -196,8 +196,15 @@ def revert(model: AnyModel) -> AnyModel:
     for layer in layers.values():
         remove(layer)
     gradient_reading.remove(locate(lm).base)
-    unmark(lm.config)
+    _replace_config(model, lm.config, unmarked(lm.config))
     return model
+
+
+def _replace_config(model: nn.Module, old: PreTrainedConfig, new: PreTrainedConfig) -> None:
+    """Replaces a config in all modules that share it. Other models may share it too, and keep it."""
+    for module in model.modules():
+        if module.__dict__.get("config") is old:
+            module.config = new
 
 
 def is_converted(model: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""Tiny, randomly initialised causal language models that the law tests run over."""
+"""Tiny, randomly initialized causal language models that the law tests run over."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

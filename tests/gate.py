@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from families import BY_NAME
+from vision_language import CONFIGS
 
 BUDGET = {
     "audit": 800,
@@ -42,7 +44,9 @@ BUDGET = {
 
 
 MOST = 8
-"""Cases that the gate runs of a test over model families (its parameter is called `name`)."""
+"""Cases that the gate runs of a test over model families."""
+
+NAMES_OF_FAMILIES = {*BY_NAME, *CONFIGS}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -72,9 +76,26 @@ def _of_grid(cases: Sequence[pytest.Item]) -> Sequence[pytest.Item]:
     if len(values[0]) > 2:
         return [cases[index] for index in covering(values, strength=2)]
     chosen = covering(values, strength=1)
-    if "name" in getattr(getattr(cases[0], "callspec", None), "params", {}):  # as tests call a model's family
+    if is_over_families([_params(case) for case in cases]):
         chosen = spread(chosen, MOST, cases[0].name.partition("[")[0])
     return [cases[index] for index in chosen]
+
+
+def is_over_families(cases: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a parameter of the cases has names of model families alone as its values.
+
+    Example:
+        >>> is_over_families([{"family": "llama"}, {"family": "gpt2"}]), is_over_families([{"name": "qa1"}])
+        (True, False)
+    """
+    return any(
+        all(isinstance(case[name], str) and case[name] in NAMES_OF_FAMILIES for case in cases)
+        for name in cases[0]
+    )
+
+
+def _params(case: pytest.Item) -> Mapping[str, Any]:
+    return getattr(getattr(case, "callspec", None), "params", {})
 
 
 def _values(case: pytest.Item) -> tuple[str, ...]:

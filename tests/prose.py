@@ -68,6 +68,20 @@ def python(path: Path) -> list[str]:
     return _plain(*docstrings(path), *comments(path))
 
 
+def yaml(path: Path) -> list[str]:
+    """Sentences of a YAML file's comments, without commands: lines of a block, and those behind a value."""
+    block: list[str] = []
+    texts = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        before, mark, comment = line.partition("#")
+        if mark and not before.strip() and not comment.startswith("   "):
+            block.append(comment.strip())
+            continue
+        texts += [" ".join(block), comment.strip()] if mark and before.strip() else [" ".join(block)]
+        block = []
+    return _plain(*texts, " ".join(block))
+
+
 def messages(path: Path) -> list[str]:
     """Sentences of a module's strings of three words and more: errors, warnings, findings, help of options.
 

@@ -43,7 +43,7 @@ def test_presets_round_trip_and_take_overrides(name: str) -> None:
 
 
 def test_the_presets_say_what_their_sources_say() -> None:
-    paper, official = PRESETS["paper"], PRESETS["official"]
+    paper, reference = PRESETS["paper"], PRESETS["reference"]
     assert (paper.target, paper.layers, paper.kernel_size, paper.conv, paper.clip) == (
         "embeddings",
         "every:6",
@@ -51,7 +51,7 @@ def test_the_presets_say_what_their_sources_say() -> None:
         "lookahead",
         None,
     )
-    assert (official.target, official.chunk_size, official.eta) == ("hidden_states", 4096, 3.0)
+    assert (reference.target, reference.chunk_size, reference.eta) == ("hidden_states", 4096, 3.0)
     assert InPlaceTTTConfig() == paper
 
 
@@ -168,6 +168,6 @@ def test_unknown_settings_and_presets_are_refused_with_the_known_ones() -> None:
     ):
         InPlaceTTTConfig.from_dict({"lr": 1, "chunk": 2, "eta": 1})
     with pytest.raises(
-        InPlaceTTTError, match=r"preset 'papers' does not exist; choose one of paper, official"
+        InPlaceTTTError, match=r"preset 'papers' does not exist; choose one of paper, reference"
     ):
         InPlaceTTTConfig.preset("papers")

@@ -37,20 +37,20 @@ def sharded(rule: str, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> nn.Mod
 
 
 def train_alike(
-    whole: nn.Module, split: nn.Module, optimisers: Sequence[torch.optim.Optimizer], rtol: float
+    whole: nn.Module, split: nn.Module, optimizers: Sequence[torch.optim.Optimizer], rtol: float
 ) -> None:
     """Two rows here, one after the other, and one of them on each rank: at every step the mean of their
     losses is the same."""
     for step in range(STEPS):
         rows, losses = random_ids(2, LENGTH, seed=step).split(1), []
-        for model, optimiser, mine in zip(
-            (whole, split), optimisers, (rows, rows[dist.get_rank() :][:1]), strict=True
+        for model, optimizer, mine in zip(
+            (whole, split), optimizers, (rows, rows[dist.get_rank() :][:1]), strict=True
         ):
             of_rows = [model(row, labels=row, use_cache=False).loss / len(mine) for row in mine]
             for loss in of_rows:
                 loss.backward()
-            optimiser.step()
-            optimiser.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
             losses.append(sum(of_rows).detach())
         dist.all_reduce(losses[1])
         torch.testing.assert_close(losses[1] / 2, losses[0], rtol=rtol, atol=0)
@@ -103,10 +103,10 @@ def prepared_by_accelerate(group: dist.ProcessGroup, folder: Path) -> None:
         cpu_ram_efficient_loading=False,
     )
     whole, split = converted("llama").train(), converted("llama").train()
-    optimisers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in (whole, split)]
-    split, optimisers[1] = accelerator.prepare(split, optimisers[1])
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in (whole, split)]
+    split, optimizers[1] = accelerator.prepare(split, optimizers[1])
     assert type(split.model.layers[0]).__name__.startswith("FSDP")
-    train_alike(whole, split, optimisers, 1e-5)
+    train_alike(whole, split, optimizers, 1e-5)
     tensors = accelerator.get_state_dict(split)
     if dist.get_rank() == 0:
         accelerator.unwrap_model(split).save_pretrained(folder, state_dict=tensors)

@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from gate import covering, spread
+from gate import covering, is_over_families, spread
 
 
 @pytest.mark.parametrize("sizes", [(3, 4), (2, 3, 4), (7, 4, 3, 2, 2)])
@@ -29,3 +29,18 @@ def test_a_part_of_the_families_is_spread_and_differs_by_test(most: int) -> None
     assert all(len(set(part)) == min(most, 20) and part == sorted(part) for part in chosen.values())
     assert most >= 20 or len(set(map(tuple, chosen.values()))) > 1
     assert {index for number in range(20) for index in spread(range(20), most, chr(number))} == set(range(20))
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (["llama", "gpt2"], True),
+        (["Gemma3", "Llava"], True),
+        (["niah_single_1", "vt"], False),
+        (["llama", "none"], False),
+    ],
+    ids=str,
+)
+def test_a_test_over_families_is_known_by_its_values(values: list[str], expected: bool) -> None:
+    for parameter in ("name", "family"):
+        assert is_over_families([{"length": 3, parameter: value} for value in values]) == expected

@@ -1,4 +1,4 @@
-"""A conversion without a convolution goes wherever others go: folders, adapters, optimiser groups,
+"""A conversion without a convolution goes wherever others go: folders, adapters, optimizer groups,
 calibration, diagnosis."""
 
 import json
@@ -59,7 +59,7 @@ def test_folders_and_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "new parameters   2,048" in said
 
 
-def test_the_optimiser_and_the_first_step_know_p_alone() -> None:
+def test_the_optimizer_and_the_first_step_know_p_alone() -> None:
     model, ids = converted("llama", **NORMS).train(), random_ids(2, 30)
     names = [group["name"] for group in parameter_groups(model, Training(steps=1))]
     assert "proj" in names and "conv" not in names

@@ -316,6 +316,20 @@ def test_offloaded_weights_are_refused_or_get_real_parameters() -> None:
     assert not [name for name, p in model.named_parameters() if ".ttt." in name and p.is_meta]
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_models_that_share_a_config_are_converted_one_by_one(name: str) -> None:
+    first = build(name)
+    config, values = first.config, first.config.to_dict()
+    second, third = type(first)(config), convert(type(first)(config), CONFIG)
+    convert(first, CONFIG)
+    assert not hasattr(second.config, "inplace_ttt") and config.to_dict() == values
+    assert all(module.config is not config for module in first.modules() if hasattr(module, "config"))
+    again = type(first)(first.config)
+    revert(first)
+    assert hasattr(again.config, "inplace_ttt") and hasattr(third.config, "inplace_ttt")
+    assert first.config.to_dict() == values
+
+
 def test_a_converted_config_can_be_pickled() -> None:
     """Worker processes are handed their model's config by pickle."""
     config = converted("llama").config

@@ -1,4 +1,4 @@
-"""A gate of writes: nothing before it has learnt, learnt with P, and saved with the model."""
+"""A gate of writes: nothing before it has learned, learned with P, and saved with the model."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ UNGATED = {**RIDGE, "write_gate": False}
 
 def test_it_begins_at_one() -> None:
     gated, plain = converted("llama", **RIDGE), converted("llama", **UNGATED)
-    assert distance(logits(gated, IDS), logits(plain, IDS)) > 1e-2, "a gate that has learnt must be visible"
+    assert distance(logits(gated, IDS), logits(plain, IDS)) > 1e-2, "a gate that has learned must be visible"
     for layer in fast_weights(gated).values():
         layer.ttt.gate.data.zero_()  # type: ignore[union-attr]
     assert torch.equal(logits(gated, IDS), logits(plain, IDS))

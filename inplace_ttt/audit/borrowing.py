@@ -18,7 +18,7 @@ from ..families import features, locate
 from ..layer.fast_linear import FastWeight
 from ..layer.hooks import sharing, switching
 from ..layer.overrides import overriding, with_config
-from ..layer.quantised import readable_parameters
+from ..layer.quantized import readable_parameters
 from ..surgery import causal_lm, fast_weights
 from .converted import ConvertedLayer
 

@@ -16,7 +16,7 @@ from ..families import CACHE, Decoder, features
 from ..layer.cache import attach, streams
 from ..layer.fast_linear import plain_class
 from ..layer.overrides import with_config
-from ..layer.quantised import readable_parameters
+from ..layer.quantized import readable_parameters
 from ..layer.stream import FastWeightStream
 from ..layout import ChunkLayout
 from ..ops import fast_weight as op
@@ -75,8 +75,8 @@ class ConvertedLayer(AuditedModule):
         opened = model.open(self.decoder.base, (), {**kwargs, CACHE: cache})
         try:
             model.take_embeddings(self.decoder.blocks[0], (target,), {})
-            travelling = {} if opened is None else dict(opened[1])
-            layer.arm(parts.attention, (), {**travelling, CACHE: cache})
+            traveling = {} if opened is None else dict(opened[1])
+            layer.arm(parts.attention, (), {**traveling, CACHE: cache})
             layer.take_mlp_input(parts.mlp, (target,), {})
             return self.layer(z)
         finally:
@@ -92,7 +92,7 @@ class ConvertedLayer(AuditedModule):
         x, whitened = x.to(self.device, self.dtype), self.layer.ttt.keys
         if whitened is None:
             return x
-        return (x - x.norm(dim=-1, keepdim=True) * whitened.centre.to(self.dtype)) @ whitened.directions.to(
+        return (x - x.norm(dim=-1, keepdim=True) * whitened.center.to(self.dtype)) @ whitened.directions.to(
             self.dtype
         ).T
 
@@ -114,9 +114,9 @@ class ConvertedLayer(AuditedModule):
         whitened = self.layer.ttt.keys
         if whitened is None:
             return keys.contiguous()
-        directions, centre = (t.double().cpu() for t in (whitened.directions, whitened.centre))
+        directions, center = (t.double().cpu() for t in (whitened.directions, whitened.center))
         seen, along = (
-            torch.linalg.lstsq(directions, k.T).solution.T for k in (keys, (directions @ centre)[None])
+            torch.linalg.lstsq(directions, k.T).solution.T for k in (keys, (directions @ center)[None])
         )
         # z = seen + ‖z‖ along, where ‖along‖ ≤ ‖c‖ < 1
         across, rest = seen @ along.T, 1 - along.square().sum()

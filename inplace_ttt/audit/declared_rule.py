@@ -58,7 +58,7 @@ class DeclaredRule:
         }
         found |= {"mean": target.mean, "gain": target.gain}
         if whitened is not None:
-            found |= {"directions": whitened.directions, "centre": whitened.centre}
+            found |= {"directions": whitened.directions, "center": whitened.center}
         tensors = {
             name: tensor.detach().double().cpu() for name, tensor in found.items() if tensor is not None
         }
@@ -89,8 +89,8 @@ class DeclaredRule:
         """Returns K [n, r] of the down-projection's input [n, h]."""
         if "directions" not in self.tensors:
             return z
-        centred = self._rounded(z - self._rounded(z.norm(dim=-1, keepdim=True)) * self.tensors["centre"])
-        return self._rounded(centred @ self.tensors["directions"].T)
+        centered = self._rounded(z - self._rounded(z.norm(dim=-1, keepdim=True)) * self.tensors["center"])
+        return self._rounded(centered @ self.tensors["directions"].T)
 
     def counted(self, k: Tensor) -> Tensor:
         """Returns the keys [n, r], each multiplied by its gate of writes (0 to 2)."""

@@ -8,26 +8,24 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import inspect
 import random
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig
 
-from ..config import InPlaceTTTConfig
-from ..families import CACHE, locate
-from ..layer.overrides import overriding, with_config
+from ..families import CACHE
+from ..layer.overrides import overriding
 from ..session.session import Session
 from ..surgery import config_of, disable_ttt, fast_weights
 from .borrowing import probe_chunk, small_chunks
 from .gradient_rule import GradientRule
+from .prepared import Prepared
 
 _STRENGTH = 0.3
 """Norm of the reads over the norm of W0's outputs. Much stronger steps amplify rounding."""
@@ -50,15 +48,8 @@ Scene = Callable[["Probed"], Iterator[tuple[str, float]]]
 """Calls a model and yields errors, each with the name of the way of reading."""
 
 
-class Probed:
-    """A converted model with short chunks, writes of visible size, and a clip that acts on half of them.
-
-    Without a declared clip there is none.
-    """
-
-    def __init__(self, lm: Any, config: InPlaceTTTConfig, seed: int) -> None:
-        self.lm, self.config, self.seed = lm, config, seed
-        self.chunk = config.chunk_size
+class Probed(Prepared):
+    """A prepared model whose logits are compared with plain gradient steps."""
 
     @classmethod
     @contextmanager
@@ -76,41 +67,22 @@ class Probed:
                 factor = _STRENGTH / rule.reads if rule.reads else 1.0
                 for layer, gain in zip(layers, gains, strict=True):
                     layer.ttt.gain = gain * factor
-                if declared.clip is None:
-                    yield probed
-                    return
-                norms = [factor * norm for norm in rule.deltas]
-                if declared.clip.relative:
-                    norms = [norm / float(rule.rules[0].tensors["w0"].norm()) for norm in norms]
-                clip = dataclasses.replace(declared.clip, max_norm=median(norms))
-                with with_config(layers, clip=clip):
-                    yield cls(lm, dataclasses.replace(config, clip=clip), seed)
+                relative = declared.clip is not None and declared.clip.relative
+                norms = [
+                    factor * norm / (float(rule.rules[index].tensors["w0"].norm()) if relative else 1.0)
+                    for index, norm in rule.deltas
+                ]
+                with probed.clipping_half(declared, norms) as clipped:
+                    yield clipped
             finally:
                 for layer, gain in zip(layers, gains, strict=True):
                     layer.ttt.gain = gain
-
-    @contextmanager
-    def with_chunks_of(self, chunk: int) -> Iterator[Probed]:
-        with with_config(fast_weights(self.lm).values(), chunk_size=chunk):
-            yield Probed(self.lm, dataclasses.replace(self.config, chunk_size=chunk), self.seed)
-
-    def ids(self, rows: int, tokens: int, part: int = 0) -> Tensor:
-        generator = torch.Generator().manual_seed(self.seed + 1000 * part)
-        ids = torch.randint(self.lm.config.get_text_config().vocab_size, (rows, tokens), generator=generator)
-        return ids.to(self.lm.get_input_embeddings().weight.device)
 
     @torch.no_grad()
     def forward(self, ids: Tensor, **kwargs: Any) -> Tensor:
         """Returns the model's logits [B, T, V]."""
         logits: Tensor = self.lm(input_ids=ids, **kwargs).logits
         return logits
-
-    @property
-    def takes_positions(self) -> bool:
-        return "position_ids" in inspect.signature(locate(self.lm).base.forward).parameters
-
-    def cache(self) -> DynamicCache:
-        return DynamicCache(config=self.lm.config.get_text_config())
 
     def in_pieces(self, ids: Tensor, sizes: Sequence[int], cache: DynamicCache | None = None) -> Tensor:
         """Returns the logits [B, T, V] of ids that are read through a cache in pieces of these sizes."""
@@ -166,7 +138,7 @@ def _padded(probed: Probed, lengths: Sequence[int]) -> float:
     for row, length in enumerate(lengths):
         mask[row, : longest - length] = 0
     mask = mask.to(ids.device)
-    given = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if probed.takes_positions else {}
+    given = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if probed.takes_documents else {}
     logits = probed.forward(ids, attention_mask=mask, **given)
     return probed.error([Read(ids[row, -n:], logits[row, -n:]) for row, n in enumerate(lengths)])
 
@@ -175,7 +147,7 @@ def documents(probed: Probed) -> Iterator[tuple[str, float]]:
     """Reads five documents packed in a row, which several steps per chunk do not take."""
     chunk = probed.chunk
     lengths = [2 * chunk + 1, chunk - 1, 3 * chunk, 2 * chunk + 2, chunk + 5]
-    if probed.takes_positions and probed.config.steps_per_chunk == 1:
+    if probed.takes_documents and probed.config.steps_per_chunk == 1:
         yield "five documents", _packed(probed, lengths)
 
 
@@ -195,7 +167,7 @@ def many_chunks(probed: Probed) -> Iterator[tuple[str, float]]:
     yield "sixteen chunks", probed.error([Read(ids[0], probed.forward(ids, use_cache=False)[0])])
     logits = probed.in_pieces(ids, [9 * chunk + 4, chunk - 6, 1, 1, 1, 1])[0]
     yield "sixteen chunks in pieces", probed.error([Read(ids[0], logits)])
-    with probed.with_chunks_of(2 * chunk + 5) as larger:
+    with probed.with_larger_chunks() as larger:
         (error,) = (error for _, error in plain(larger))
         yield f"chunks of {larger.chunk} tokens", error
 
@@ -252,7 +224,7 @@ def drawn_sizes(probed: Probed) -> Iterator[tuple[str, float]]:
     rows = draw.randint(4, 6)
     yield f"{rows} rows", _padded(probed, [draw.randint(chunk, 4 * chunk) for _ in range(rows)])
     lengths = [draw.randint(chunk - 2, 3 * chunk) for _ in range(draw.randint(8, 12))]
-    if probed.takes_positions and probed.config.steps_per_chunk == 1:
+    if probed.takes_documents and probed.config.steps_per_chunk == 1:
         yield f"{len(lengths)} documents", _packed(probed, lengths)
     chunks = draw.randint(30, 40)
     ids = probed.ids(1, chunks * chunk + draw.randrange(chunk))

@@ -33,7 +33,7 @@ class GradientRule:
         config: the settings of the model.
         rules: the declared rule of each TTT layer, by layer.
         sums: the sums of writes of each layer that has written: [d, r], and KᵀK [r, r] for a ridge rule.
-        deltas: Frobenius norms of all deltas that were written, before a clip.
+        deltas: layer and Frobenius norm of each delta that was written, before a clip.
         reads: norm of the last reads over the norm of W0's outputs, the largest of all layers.
     """
 
@@ -44,7 +44,7 @@ class GradientRule:
             for place, (index, layer) in enumerate(fast_weights(lm).items())
         }
         self.sums: dict[int, tuple[Tensor, Tensor | None]] = {}
-        self.deltas: list[float] = []
+        self.deltas: list[tuple[int, float]] = []
         self.reads = 0.0
         self._seen: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -91,7 +91,7 @@ class GradientRule:
         ):
             rule, keys = self.rules[index], self._seen[index][0]
             values = -rule.tensors["gain"] * gradient[0].double().cpu()
-            self.deltas.append(float(torch.linalg.vector_norm(values.T @ keys.detach())))
+            self.deltas.append((index, float(torch.linalg.vector_norm(values.T @ keys.detach()))))
             total, gram = self.sums.get(index, (None, None))
             self.sums[index] = rule.after(total, gram, keys, values)
 

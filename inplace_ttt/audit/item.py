@@ -9,10 +9,10 @@ from typing import Any, Literal
 from ..errors import InPlaceTTTError
 from .outcome import Outcome
 
-Profile = Literal["paper", "official", "ttt_ntp"]
+Profile = Literal["paper", "reference", "ttt_ntp"]
 PROFILES: dict[Profile, str] = {
     "paper": "the paper",
-    "official": "the authors' public code",
+    "reference": "the authors' reference code",
     "ttt_ntp": "the public code of TTT-NTP, by its recipe for Llama-3.1-8B",
 }
 
@@ -33,13 +33,13 @@ class Item:
         paper_ref: section, equation, table or algorithm line of the paper.
         paper: the requirement, as the paper has it.
         sure: "high" if read in the text, "medium" for our reading of an ambiguous passage, "low" if inferred.
-        public_code: the behavior of the authors' code.
+        reference_code: the behavior of the authors' code.
         why: the damage that a deviation does.
         remedy: the fix for a deviation.
         probe: decides the item on one layer, or on a training run; None if only a whole model can show it.
         on_model: decides the item on a whole converted model, where that shows more than one layer does.
         expected: the value that the probe compares with, by profile.
-        absent: the public code lacks the feature. Under the profile `official` the feature is then an
+        absent: the reference code lacks the feature. Under the profile `reference` the feature is then an
             extension.
         choice: the item is about a setting that users may choose, as are those with `expected`. Its
             deviation is not a fault.
@@ -56,7 +56,7 @@ class Item:
     paper_ref: str
     paper: str
     sure: Literal["high", "medium", "low"]
-    public_code: str
+    reference_code: str
     why: str
     remedy: str
     probe: Probe | None
@@ -77,7 +77,7 @@ class Item:
                 if profile in self.expected
                 else self.paper
             )
-        return self.paper if profile == "paper" else self.public_code
+        return self.paper if profile == "paper" else self.reference_code
 
 
 def known(profile: str) -> Profile:

@@ -5,25 +5,22 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import cached_property
-from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from ..config import InPlaceTTTConfig
 from ..errors import InPlaceTTTError
-from ..families import locate
 from ..layer.fast_linear import FastWeight
-from ..layer.overrides import with_config
-from ..surgery import config_of, fast_weights
+from ..surgery import config_of
 from .borrowing import probe_chunk, small_chunks
 from .declared_rule import DeclaredRule
 from .limits import limits, room
-from .recorded_errors import STRENGTH, base_output, deviation
+from .prepared import Prepared
+from .recorded_errors import STRENGTH, base_output, deviation, error_of_solve
 from .recording import Document, Recording, recording
 
 Documents = Sequence[Document]
@@ -35,16 +32,8 @@ A reading is its name, the recording of the layers, and the documents in it.
 """
 
 
-class Probed:
-    """A converted model with short chunks, writes of visible size, and a clip that acts on half of them.
-
-    Without a declared clip there is none. With `training`, the declared rules are those of training mode.
-    """
-
-    def __init__(self, lm: Any, config: InPlaceTTTConfig, seed: int, training: bool = False) -> None:
-        self.lm, self.config, self.seed, self.training = lm, config, seed, training
-        self.layers: dict[int, FastWeight] = fast_weights(lm)
-        self.chunk = config.chunk_size
+class Probed(Prepared):
+    """A prepared model whose TTT layers are compared one by one with the rules that they declare."""
 
     @classmethod
     @contextmanager
@@ -66,23 +55,8 @@ class Probed:
             norms = probed._strengthen(
                 record, strength, relative=declared.clip is not None and declared.clip.relative
             )
-            if declared.clip is None:
-                yield probed
-                return
-            clip = dataclasses.replace(declared.clip, max_norm=median(norms))
-            with with_config(probed.layers.values(), clip=clip):
-                yield cls(lm, dataclasses.replace(probed.config, clip=clip), seed)
-
-    def with_larger_chunks(self) -> AbstractContextManager[Probed]:
-        """Returns a context with the same model and larger chunks of an odd length."""
-        return self.with_chunks_of(2 * self.chunk + 5)
-
-    @contextmanager
-    def with_chunks_of(self, chunk: int) -> Iterator[Probed]:
-        with with_config(self.layers.values(), chunk_size=chunk):
-            yield Probed(
-                self.lm, dataclasses.replace(self.config, chunk_size=chunk), self.seed, self.training
-            )
+            with probed.clipping_half(declared, norms) as clipped:
+                yield clipped
 
     def _strengthen(self, record: Recording, strength: float, relative: bool) -> list[float]:
         """Scales each layer's P so that reads have a visible size, and returns norms of the chunks' deltas.
@@ -111,11 +85,6 @@ class Probed:
         eta = config.eta[sorted(self.layers).index(index)] if isinstance(config.eta, tuple) else config.eta
         return DeclaredRule.of(layer, config, eta, self.training)
 
-    def ids(self, rows: int, tokens: int, part: int = 0) -> Tensor:
-        generator = torch.Generator().manual_seed(self.seed + 1000 * part)
-        ids = torch.randint(self.lm.config.get_text_config().vocab_size, (rows, tokens), generator=generator)
-        return ids.to(self.lm.get_input_embeddings().weight.device)
-
     @cached_property
     def _fewest_logits(self) -> dict[str, int]:
         """The option of the model's forward, if it has one, to compute the last token's logits alone."""
@@ -132,14 +101,6 @@ class Probed:
             self.forward(ids, **{"use_cache": False, **kwargs})
         return record
 
-    @property
-    def takes_documents(self) -> bool:
-        """True if the model accepts position_ids, which mark where documents begin.
-
-        Other models read a row as one document.
-        """
-        return "position_ids" in inspect.signature(locate(self.lm).base.forward).parameters
-
     @cached_property
     def takes_padding(self) -> bool:
         """True if the model accepts padded rows; models with an attention window refuse them."""
@@ -151,9 +112,6 @@ class Probed:
             return False
         return True
 
-    def cache(self) -> DynamicCache:
-        return DynamicCache(config=self.lm.config.get_text_config())
-
     def deviations(self, scene: Scene) -> dict[str, dict[int, float]]:
         """Returns the errors of each reading by its name, then by layer."""
         return {name: self.errors(record, documents) for name, record, documents in scene(self)}
@@ -161,19 +119,16 @@ class Probed:
     def errors(self, record: Recording, documents: Documents) -> dict[int, float]:
         """Returns by layer the error of its outputs against the declared rule.
 
-        Under autocast the error is scaled by the ratio of the two dtypes' limits, so that the model's own
-        limit applies.
+        Under autocast, and where a solve amplifies rounding, the limit is another one than the model's. The
+        error is scaled by the ratio of both, so that the model's own limit applies.
         """
-        own = self.lm.dtype
-        wider = (
-            1.0
-            if record.dtype in (None, own)
-            else limits(own).outputs / limits(record.dtype).outputs / room(record.dtype, self.config)
-        )
+        own = usual = limits(self.lm.dtype).outputs
+        if record.dtype not in (None, self.lm.dtype):
+            usual = limits(record.dtype).outputs * room(record.dtype, self.config)
         found = {}
         for i, layer in record.layers.items():
             rule = record.rules.get(i) or self._rule_of(layer, i, record.config)
-            found[i] = wider * deviation(
-                record, i, layer, documents, dataclasses.replace(rule, dtype=record.dtype or rule.dtype)
-            )
+            rule = dataclasses.replace(rule, dtype=record.dtype or rule.dtype)
+            limit = max(usual, error_of_solve(record, i, documents, rule))
+            found[i] = own / limit * deviation(record, i, layer, documents, rule)
         return found

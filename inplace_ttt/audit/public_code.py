@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .adapters import AuditedModule, CopiedModule, ReferenceMLP, Stream
+from .adapters import AuditedModule, Stream
 from .borrowing import probe_chunk
+from .copied import CopiedModule, ReferenceMLP
 from .outcome import NotChecked
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..layer.fast_linear import FastWeight, plain_class
 from ..ops import state_dtype
 from .declared_rule import DeclaredRule
-from .limits import BIAS
+from .limits import BIAS, by_solve
 from .recording import Document, Recording, Seen
 
 STRENGTH = 0.5
@@ -92,6 +92,26 @@ def deviation(
     scatter = torch.stack([part.mean() for part in off]).max().div(size).sqrt()
     bias = torch.stack([part.sum() / max(len(part), FEW) for part in biases]).abs().max().div(size)
     return float(torch.maximum(scatter, BIAS * bias))
+
+
+def error_of_solve(record: Recording, index: int, documents: Sequence[Document], rule: DeclaredRule) -> float:
+    """Returns `limits.by_solve` for the largest G of the documents; 0 without ridge regression.
+
+    Args:
+        record: the recording.
+        index: number of the layer.
+        documents: the documents that were read.
+        rule: the declared rule of the layer.
+    """
+    if rule.config.ridge is None:
+        return 0.0
+    largest = 0.0
+    for document in documents:
+        z, _, _, writes = record.of(index, document)
+        if bool(writes.any()):
+            keys = rule.counted(rule.keys(z))[writes]
+            largest = max(largest, float(torch.linalg.matrix_norm(keys, 2)) ** 2)
+    return by_solve(largest, rule.config.ridge, rule.dtype)
 
 
 def gradient_errors(

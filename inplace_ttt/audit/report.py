@@ -15,7 +15,7 @@ from ..reports.page import render
 from .item import PROFILES, Item, Profile
 from .outcome import VERDICTS, Outcome, Verdict
 
-_NAMES: dict[Profile, str] = {"paper": "the paper", "official": "the public code", "ttt_ntp": "TTT-NTP"}
+_NAMES: dict[Profile, str] = {"paper": "the paper", "reference": "the reference code", "ttt_ntp": "TTT-NTP"}
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Result:
             "verdict": self.verdict,
             "declared": self.declared,
             "sure": self.item.sure,
-            "public_code": self.item.public_code,
+            "reference_code": self.item.reference_code,
             "why": self.item.why,
             "remedy": self.item.remedy,
         }
@@ -99,7 +99,7 @@ class Report:
 
     Attributes:
         subject: name of the audited model, module or recipe.
-        profile: the reference that it was compared with.
+        profile: the method that it was compared with.
         items: one result per item, in the order of the report.
         declarations: the declared deviations.
         facts: properties of the subject, for the head of the report.

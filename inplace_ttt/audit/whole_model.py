@@ -16,7 +16,7 @@ from ..families import CACHE, features, locate
 from ..layer.cache import streams
 from ..layer.fast_linear import FastWeight
 from ..layer.overrides import overriding
-from ..layer.quantised import readable_parameters
+from ..layer.quantized import readable_parameters
 from ..surgery import causal_lm, config_of, fast_weights
 from .borrowing import probe_chunk, small_chunks
 

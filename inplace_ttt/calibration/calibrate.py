@@ -209,7 +209,7 @@ def _set(
     if layer.ttt.keys is not None and whitening is not None and over_text.directions is not None:
         found = over_text.directions.found()
         layer.ttt.keys.directions.copy_(whitened(found, whitening.shrinkage))
-        layer.ttt.keys.centre.copy_(found.centre)
+        layer.ttt.keys.center.copy_(found.center)
 
 
 def whitened(found: Directions, shrinkage: float) -> Tensor:
@@ -217,5 +217,5 @@ def whitened(found: Directions, shrinkage: float) -> Tensor:
 
     The scale s makes the mean of ‖A(z - ‖z‖c)‖² one.
     """
-    shares = 1 / (found.values + shrinkage * found.trace / len(found.centre))
+    shares = 1 / (found.values + shrinkage * found.trace / len(found.center))
     return ((found.values * shares).sum().rsqrt() * shares.sqrt())[:, None] * found.vectors.T

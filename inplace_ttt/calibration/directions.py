@@ -49,13 +49,13 @@ class Directions(NamedTuple):
         values: the r largest eigenvalues [r], descending.
         vectors: their orthonormal vectors [h, r].
         trace: trace of the second moment.
-        centre: c [h].
+        center: c [h].
     """
 
     values: Tensor
     vectors: Tensor
     trace: float
-    centre: Tensor
+    center: Tensor
 
 
 class LeadingDirections:
@@ -128,8 +128,8 @@ class LeadingDirections:
                 "down-projection's input; calibrate on more, or lower the rank."
             )
         square = self.trace / self.tokens
-        centre = self._total / self.tokens / square if square else self._total
-        trace = square - square * float(centre @ centre)
+        center = self._total / self.tokens / square if square else self._total
+        trace = square - square * float(center @ center)
         if not trace > 1e-6 * square:
             raise InPlaceTTTError(
                 "a down-projection's input did not vary over the calibration text; give rows of a text "
@@ -138,22 +138,22 @@ class LeadingDirections:
         if self._kept is not None:
             z = torch.cat(self._kept).double()
             _, sizes, turned = torch.linalg.svd(
-                z - torch.linalg.vector_norm(z, dim=-1, keepdim=True) * centre, full_matrices=False
+                z - torch.linalg.vector_norm(z, dim=-1, keepdim=True) * center, full_matrices=False
             )
             return Directions(
                 (sizes.square() / self.tokens)[: self.rank].float(),
                 turned[: self.rank].T.float(),
                 trace,
-                centre.float(),
+                center.float(),
             )
         basis, inner = (None, self._sum.double()) if self._onto is None else self._range()
-        within = math.sqrt(square) * (centre if basis is None else basis.T.double() @ centre)
+        within = math.sqrt(square) * (center if basis is None else basis.T.double() @ center)
         values, vectors = torch.linalg.eigh(inner / self.tokens - within.outer(within))
         values, vectors = (
             values.flip(0)[: self.rank].clamp(min=0).float(),
             vectors.flip(1)[:, : self.rank].float(),
         )
-        return Directions(values, vectors if basis is None else basis @ vectors, trace, centre.float())
+        return Directions(values, vectors if basis is None else basis @ vectors, trace, center.float())
 
     def _range(self) -> tuple[Tensor, Tensor]:
         """Returns Q [h, l], orthonormal float32, and C [l, l], float64, with Q C Qᵀ = Y (Ωᵀ Y)⁻¹ Yᵀ.

@@ -13,13 +13,14 @@ from typing import Any
 from safetensors import safe_open
 
 from ..config import InPlaceTTTConfig
+from ..converted_config import BaseModel
 from ..errors import InPlaceTTTError, reported, shown
 from ..files.folders import save_tensors
 from ..files.json_files import read_json, write_json
 from ..files.paths import name_problem
 from ..files.schema import from_values
 from .layer_tensors import LayerTensors, check_tensors
-from .reading import ADAPTER_CONFIG, TTT_SHARD, BaseModel, tensor_names, ttt_config_in
+from .reading import ADAPTER_CONFIG, TTT_SHARD, tensor_names, ttt_config_in
 
 _ADAPTER_FORMAT = 1
 _NAME = re.compile(r"(?P<layer>\d{1,6})\.(?P<kind>[a-z_.]+)")

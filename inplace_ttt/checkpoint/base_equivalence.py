@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import InPlaceTTTError
-from ..surgery import check_behaviour
+from ..surgery import check_behavior
 from .loading import load_base
 from .opened import load
 
@@ -32,7 +32,7 @@ def max_logit_difference(base: str | os.PathLike[str], converted: str | os.PathL
         )
     gc.collect()
     model = load(converted)
-    check_behaviour(model)
+    check_behavior(model)
     found = _logits(model)
     return float((found - expected).abs().max())
 

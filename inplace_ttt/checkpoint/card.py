@@ -54,7 +54,7 @@ def write_card(
         source: folder that the checkpoint is made from, if there is one.
         config: the TTT config.
         base: description of the base, as in config.json.
-        form: "full", "adapter", "lora" (PEFT's folder, with conv and P) or "official".
+        form: "full", "adapter", "lora" (PEFT's folder, with conv and P) or "reference".
         facts: tables of plain values. `calibration` has files, tokens and sha256. `training` has steps,
             tokens_a_step, train, sources and sha256. `evaluation` has documents and the keys of
             `Comparison.to_dict`. `audit` has profile, undeclared and declared. Pass None for a fact that does
@@ -80,6 +80,37 @@ def write_card(
         **given,
     }
     _write(folder / CARD, _card(data, kept, folder))
+
+
+def write_export_card(
+    folder: Path, source: Path, base: Mapping[str, Any], form: str, about: Mapping[str, Any]
+) -> None:
+    """Writes the card of a session that was exported as a model or adapter without fast weights.
+
+    Args:
+        folder: the new checkpoint.
+        source: folder of the session's model.
+        base: description of its base.
+        form: "plain" or "lora".
+        about: what was exported and measured; the template lists it.
+    """
+    known, name = _front_matter(source / CARD), str(base.get("name_or_path") or "")
+    data = ModelCardData(
+        **{key: known[key] for key in _CARRIED if known.get(key)},
+        base_model=name if _on_hub(name) else known.get("base_model"),
+        library_name="peft" if form == "lora" else "transformers",
+        pipeline_tag="text-generation",
+        tags=["test-time-training", *(["lora"] if form == "lora" else [])],
+    )
+    text = render(
+        "export_card.md.j2",
+        name=_name(folder),
+        base=data.base_model or Path(name).name or "a model",
+        license=data.license,
+        form=form,
+        about=about,
+    )
+    _write(folder / CARD, f"---\n{data.to_yaml()}\n---\n{text}")
 
 
 def add_to_card(folder: str | os.PathLike[str], **facts: Mapping[str, Any]) -> None:
@@ -146,7 +177,7 @@ def _card(data: ModelCardData, facts: dict[str, Any], folder: Path) -> str:
     config = InPlaceTTTConfig.from_dict(facts["config"])
     text = render(
         "card.md.j2",
-        name=folder.resolve().name.removeprefix(".").removesuffix(".partial"),
+        name=_name(folder),
         base=data.base_model or facts["base"],
         license=data.license,
         form=facts["form"],
@@ -157,6 +188,11 @@ def _card(data: ModelCardData, facts: dict[str, Any], folder: Path) -> str:
         numbers=list(_numbers(facts.get("evaluation") or {})),
     )
     return f"---\n{data.to_yaml()}\n---\n{text}"
+
+
+def _name(folder: Path) -> str:
+    """Returns the name that a folder gets when it is complete."""
+    return folder.resolve().name.removeprefix(".").removesuffix(".partial")
 
 
 def _numbers(found: Mapping[str, Any]) -> Iterator[tuple[str, float, float | None]]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from ..layer.quantised import readable_parameters
+from ..layer.quantized import readable_parameters
 from ..surgery import fast_weights
 
 PIECE = 1024

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..config import InPlaceTTTConfig
 from ..errors import InPlaceTTTError
-from ..layer.quantised import parameter_dtype
+from ..layer.quantized import parameter_dtype
 
 LayerTensors = dict[int, dict[str, Tensor]]
 """TTT layer -> its new tensors: conv [d, 1, k], proj [d, d], and those of the extensions.
@@ -50,7 +50,7 @@ def check_tensors(tensors: LayerTensors, config: InPlaceTTTConfig, name: str) ->
                     "matrix [r, h]."
                 )
             rank, inputs = directions.shape
-            wanted |= {"keys.centre": [inputs], "write_gate.gate": [rank + 1]}
+            wanted |= {"keys.center": [inputs], "write_gate.gate": [rank + 1]}
         for kind, shape in wanted.items():
             if kind in held and list(held[kind].shape) != shape:
                 raise InPlaceTTTError(
@@ -86,7 +86,7 @@ def kinds(config: InPlaceTTTConfig) -> set[str]:
         of_target
         | ({"write_gate.gate"} if config.write_gate else set())
         | ({"mean", "gain"} if config.normalize_targets else set())
-        | ({"keys.directions", "keys.centre"} if config.whitening else set())
+        | ({"keys.directions", "keys.center"} if config.whitening else set())
     )
 
 

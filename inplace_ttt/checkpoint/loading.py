@@ -17,8 +17,8 @@ from ..families import auto_class
 from ..layer.zero3 import whole
 from ..surgery import fast_weights
 from .fingerprint import fingerprint
-from .official import refuse_official
 from .reading import WEIGHTS, Checkpoint, is_folder, read_config
+from .reference_format import refuse_reference_format
 from .writing import plan_conversion
 
 _OF_CONFIG = ("revision", "trust_remote_code", "token", "cache_dir", "local_files_only", "subfolder")
@@ -81,7 +81,7 @@ def load_base(path: str | os.PathLike[str], **kwargs: Any) -> PreTrainedModel:
             "use config and weights of one checkpoint."
         )
     refuse_lack(model, found["missing_keys"])
-    refuse_official(str(path), found["unexpected_keys"])
+    refuse_reference_format(str(path), found["unexpected_keys"])
     return model.eval()
 
 

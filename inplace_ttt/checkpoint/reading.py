@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..config import InPlaceTTTConfig
-from ..converted_config import MODEL_TYPE
+from ..converted_config import MODEL_TYPE, checked_section
 from ..errors import InPlaceTTTError, reported, shown
 from ..files.json_files import read_json
 from ..files.manifest import recorded, refuse_changed_link
@@ -48,28 +48,10 @@ _TTT_NAME = re.compile(r"\.(?P<layer>\d+)\.(?:[^.]+\.)*?(?P<ttt>ttt\.(?P<kind>[\
 
 
 @dataclass(frozen=True)
-class BaseModel(Open):
-    """The base of a conversion, with the fingerprint of its W0 (None if unknown)."""
-
-    name_or_path: str
-    revision: str | None = None
-    fingerprint: str | None = None
-
-
-@dataclass(frozen=True)
 class _Config(Open):
     """The keys of config.json that are read before transformers reads it; it checks the others."""
 
     architectures: list[str] | None = None
-
-
-@dataclass(frozen=True)
-class _Section(Open):
-    """The `inplace_ttt` section of config.json. `InPlaceTTTConfig.from_dict` checks `config`."""
-
-    base_model_type: str
-    config: dict[str, Any]
-    base: BaseModel | None = None
 
 
 @dataclass(frozen=True)
@@ -176,9 +158,7 @@ class Checkpoint:
         """The `inplace_ttt` section of config.json; None for a base model."""
         if self.config.get("model_type") != MODEL_TYPE:
             return None
-        section = self.config.get(MODEL_TYPE)
-        from_values(_Section, section, f"{self.folder / CONFIG}, {MODEL_TYPE}")
-        return section
+        return checked_section(self.config, self.folder / CONFIG)
 
     @property
     def ttt_config(self) -> InPlaceTTTConfig:

@@ -57,36 +57,47 @@ def save_adapter(
         >>> adapted = load("small-adapter")  # onto ./small-base
     """
     layers = fast_weights(model)
+    known = unchanged_base(model, base, "use save_pretrained")
+    tensors = {
+        index: {kind: tensor.cpu() for kind, tensor in layer.ttt.state_dict().items()}
+        for index, layer in layers.items()
+    }
+    with new_folder(path, CHECKPOINT, overwrite=overwrite, sources=[known["name_or_path"]]) as folder:
+        write_adapter(folder, config_of(model), tensors, known)
+
+
+def unchanged_base(model: PreTrainedModel, base: str | None, remedy: str) -> dict[str, Any]:
+    """Returns the description of a converted model's base, if training left the base's weights unchanged.
+
+    Args:
+        model: the converted model.
+        base: folder or hub id of the base (default: the place that the model was loaded from).
+        remedy: end of the message about trained weights.
+
+    Raises:
+        InPlaceTTTError: if a weight differs from the base's, or the base is quantized, wrapped or unknown.
+    """
+    layers = fast_weights(model)
     if any(module.matrix() is None for module in layers.values()):
         raise InPlaceTTTError(
-            "the base is quantized or wrapped, so that the adapter could not be tied to its weights; save "
-            "the state dict."
+            "the base is quantized or wrapped, so that an adapter could not be tied to its weights; save the "
+            "state dict."
         )
     known = getattr(model.config, MODEL_TYPE, {}).get("base", {})
     name = base or known.get("name_or_path") or model.config.name_or_path
     if not name:
         raise InPlaceTTTError(
-            "the model's config does not name its base; name it with save_adapter(…, base=…)."
+            "the model's config does not name its base, which an adapter needs; give base=…."
         )
     found = fingerprint(module.weight for module in layers.values())  # type: ignore[misc]
     if known.get("fingerprint") not in (None, found):
         raise InPlaceTTTError(
-            "training has changed the down-projections, which an adapter would lose; use save_pretrained."
+            f"training has changed the down-projections, which an adapter would lose; {remedy}."
         )
     revision = known.get("revision") if name == known.get("name_or_path") else None
     saved = revert_weight_conversion(model, dict(model.named_parameters()))
-    _refuse_trained(model, saved, saved.__getitem__, "the model", name, revision, "use save_pretrained")
-    tensors = {
-        index: {kind: tensor.cpu() for kind, tensor in layer.ttt.state_dict().items()}
-        for index, layer in layers.items()
-    }
-    with new_folder(path, CHECKPOINT, overwrite=overwrite, sources=[name]) as folder:
-        write_adapter(
-            folder,
-            config_of(model),
-            tensors,
-            {"name_or_path": name, "revision": revision, "fingerprint": found},
-        )
+    _refuse_trained(model, saved, saved.__getitem__, "the model", name, revision, remedy)
+    return {"name_or_path": name, "revision": revision, "fingerprint": found}
 
 
 def base_of(checkpoint: Checkpoint) -> dict[str, Any]:

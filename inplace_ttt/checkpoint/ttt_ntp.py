@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..errors import InPlaceTTTError, shown
 from .layer_tensors import check_tensors
-from .official import KEYS, Imported, is_official_tensor, layers_named, refuse_unknown
 from .reading import CONFIG, Checkpoint, ttt_config_in
+from .reference_format import KEYS, Imported, is_reference_tensor, layers_named, refuse_unknown
 from .writing import plan_conversion
 
 _MODEL_TYPES = ("qwen3", "llama", "mistral")
@@ -30,7 +30,7 @@ def is_ttt_ntp(checkpoint: Checkpoint) -> bool:
 
     It has ttt_proj tensors without ttt_conv, and a config.json key that In-Place TTT's code does not have.
     """
-    kinds = {name.rsplit(".", 2)[-2] for name in checkpoint.weight_map if is_official_tensor(name)}
+    kinds = {name.rsplit(".", 2)[-2] for name in checkpoint.weight_map if is_reference_tensor(name)}
     return kinds == {"ttt_proj"} and any(key in checkpoint.config for key in _TELLING)
 
 
@@ -62,10 +62,10 @@ def read_ttt_ntp(checkpoint: Checkpoint) -> Imported:
             f"{name} has mlp_bias true, which TTT-NTP's code leaves out in TTT layers; no such checkpoint "
             "is known."
         )
-    optimiser, keeps = values["ttt_inner_opt"], values["ttt_norm_preserve"]
-    if not isinstance(optimiser, str) or optimiser not in _WRITE_NORMS:
+    optimizer, keeps = values["ttt_inner_opt"], values["ttt_norm_preserve"]
+    if not isinstance(optimizer, str) or optimizer not in _WRITE_NORMS:
         raise InPlaceTTTError(
-            f"{name} has ttt_inner_opt {shown(optimiser)}; it must be one of {', '.join(_WRITE_NORMS)}."
+            f"{name} has ttt_inner_opt {shown(optimizer)}; it must be one of {', '.join(_WRITE_NORMS)}."
         )
     if not isinstance(keeps, bool):
         raise InPlaceTTTError(f"{name} has ttt_norm_preserve {shown(keeps)}; it must be true or false.")
@@ -77,7 +77,7 @@ def read_ttt_ntp(checkpoint: Checkpoint) -> Imported:
         "eta": values["ttt_lr"],
         "target": "hidden_states",
         "conv": "next",
-        "write_norm": _WRITE_NORMS[optimiser],
+        "write_norm": _WRITE_NORMS[optimizer],
         "preserve_row_norms": keeps,
         "prompt_write": {},  # the defaults are the numbers of its evaluation
     }

@@ -24,7 +24,7 @@ from ..errors import InPlaceTTTError, reported
 from ..families import auto_class, locate
 from ..files.folders import link_or_copy, save_tensors
 from ..files.json_files import write_json
-from ..layer.quantised import parameter_dtype
+from ..layer.quantized import parameter_dtype
 from ..surgery import SEED, config_of, convert, fast_weights, initial_std
 from .companions import copy_companions
 from .layer_tensors import LayerTensors

@@ -36,7 +36,7 @@ VERBS = {
     "ruler": "score long-context tasks of the RULER benchmark, TTT on, off and the base",
     "babilong": "score questions about facts scattered in a long text (BABILong), TTT on, off and the base",
     "export": "write a converted checkpoint in another form",
-    "import-official": "convert a checkpoint of the reference code",
+    "import-reference": "convert a checkpoint of the reference code",
     "bench": "time the op against a plain linear layer and the reference formulation",
 }
 

@@ -105,7 +105,7 @@ def _without_recipes_items(declared: Sequence[Declaration]) -> Sequence[Declarat
     """Drops declarations about recipes: one list may serve a checkpoint and its training."""
     if not declared:
         return declared
-    from ..training.audit.catalogue import RECIPE
+    from ..training.audit.catalog import RECIPE
 
     of_recipes = {item.id for item in RECIPE}
     return [declaration for declaration in declared if declaration.id not in of_recipes]

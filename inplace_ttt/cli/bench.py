@@ -26,7 +26,7 @@ def _op(args: argparse.Namespace) -> Result:
     _refuse_beyond_memory(shape, args.device, getattr(torch, args.dtype))
     rows = measure(shape, args.repeats, args.device, getattr(torch, args.dtype))
     ours, public = (
-        next(row for row in rows if row["name"] == name) for name in ("fast_weight", "materialising")
+        next(row for row in rows if row["name"] == name) for name in ("fast_weight", "materializing")
     )
     fits = "out_of_memory" not in public
     return {
@@ -36,10 +36,10 @@ def _op(args: argparse.Namespace) -> Result:
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "limit": LIMIT,
-        "speedup_over_materialising": public["seconds"]["median"] / ours["seconds"]["median"]
+        "speedup_over_materializing": public["seconds"]["median"] / ours["seconds"]["median"]
         if fits
         else None,
-        "memory_share_of_materialising": ours["extra_peak_bytes"] / max(public["extra_peak_bytes"], 1)
+        "memory_share_of_materializing": ours["extra_peak_bytes"] / max(public["extra_peak_bytes"], 1)
         if fits
         else None,
         "rows": rows,
@@ -124,10 +124,10 @@ def _render_op(result: dict[str, Any]) -> str:
             f"({ratio['min']:.2f}-{ratio['max']:.2f}){row['extra_peak_bytes'] / 2**20:17.0f}"
         )
     last = f"limit {result['limit']:.2f} times the linear"
-    if result["speedup_over_materialising"] is not None:
+    if result["speedup_over_materializing"] is not None:
         last += (
-            f"; {result['speedup_over_materialising']:.2f} times faster than materializing, "
-            f"with {result['memory_share_of_materialising']:.2f} of its extra memory"
+            f"; {result['speedup_over_materializing']:.2f} times faster than materializing, "
+            f"with {result['memory_share_of_materializing']:.2f} of its extra memory"
         )
     lines.append(last)
     return "\n".join(lines)

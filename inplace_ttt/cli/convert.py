@@ -17,8 +17,8 @@ from ..checkpoint.adapter import write_adapter
 from ..checkpoint.base_equivalence import TOKENS, max_logit_difference
 from ..checkpoint.card import write_card
 from ..checkpoint.layer_tensors import LayerTensors, parameters_of
-from ..checkpoint.official import refuse_official
 from ..checkpoint.reading import Checkpoint
+from ..checkpoint.reference_format import refuse_reference_format
 from ..checkpoint.writing import ConversionPlan, describe_base, initial_tensors, plan_conversion, write_full
 from ..config import InPlaceTTTConfig
 from ..errors import InPlaceTTTError, NotSoError
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> Result:
     refuse_to_replace(args.out, CHECKPOINT, args.overwrite, sources)
     device = chosen_device(args.device)
     checkpoint = Checkpoint.open(args.src)
-    refuse_official(args.src, checkpoint.weight_map)
+    refuse_reference_format(args.src, checkpoint.weight_map)
     plan = plan_conversion(checkpoint, chosen_config(args))
     rows = _rows_to_calibrate_on(args, plan)
     plan, tensors, choice = _new_tensors(args, checkpoint, plan, rows, device)

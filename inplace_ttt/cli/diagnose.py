@@ -14,7 +14,7 @@ from ..diagnostics.report import PAGE, summary, write_into
 from ..errors import InPlaceTTTError
 from ..files.folders import new_folder
 from ..files.manifest import DIAGNOSIS, refuse_to_replace
-from ..layer.quantised import readable_parameters
+from ..layer.quantized import readable_parameters
 from ..surgery import config_of, fast_weights
 from ..texts.documents import documents_in, joined_tokens
 from . import Result

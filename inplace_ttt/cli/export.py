@@ -9,8 +9,8 @@ from typing import Any
 
 from ..checkpoint.adapter import write_adapter
 from ..checkpoint.card import write_card
-from ..checkpoint.official import write_official
 from ..checkpoint.opened import Adapter, Full, Lora, Opened, open_model
+from ..checkpoint.reference_format import write_reference_format
 from ..checkpoint.saved_tensors import require_sound
 from ..checkpoint.to_adapter import base_of
 from ..checkpoint.writing import describe_base, empty_model, write_full
@@ -18,17 +18,37 @@ from ..errors import InPlaceTTTError
 from ..files.folders import new_folder
 from ..files.manifest import CHECKPOINT, refuse_to_replace
 from . import Result
+from .export_session import export_session
+from .export_session import render as render_session
 from .hub import push, pushed, require_token
 from .loading import load_with_tokenizer
 
 
 def run(args: argparse.Namespace) -> Result:
+    of_session = args.format in ("plain", "lora")
+    if of_session and args.session is None:
+        raise InPlaceTTTError(f"--format {args.format} needs a session; name it with --session.")
+    for option, formats in (("session", ("plain", "lora")), ("text", ("plain", "lora")), ("rank", ("lora",))):
+        if getattr(args, option) is not None and args.format not in formats:
+            raise InPlaceTTTError(
+                f"--{option} does nothing with --format {args.format}; leave it out, or choose "
+                f"--format {' or '.join(formats)}."
+            )
     found = open_model(args.path, args.base)
     require_token(args)
     refuse_to_replace(args.out, CHECKPOINT, args.overwrite, [args.path, args.base])
-    write = _merged if args.format == "full" and isinstance(found, Lora) else _WRITERS[args.format]
-    write(args, found)
-    return {"output": str(args.out), "format": args.format, "pushed": push(Path(args.out), args.push)}, 0
+    about = {}
+    if of_session:
+        about = {"session": export_session(args, found, _output(args))}
+    else:
+        write = _merged if args.format == "full" and isinstance(found, Lora) else _WRITERS[args.format]
+        write(args, found)
+    return {
+        "output": str(args.out),
+        "format": args.format,
+        **about,
+        "pushed": push(Path(args.out), args.push),
+    }, 0
 
 
 def _output(args: argparse.Namespace) -> AbstractContextManager[Path]:
@@ -37,20 +57,21 @@ def _output(args: argparse.Namespace) -> AbstractContextManager[Path]:
 
 
 def render(result: dict[str, Any]) -> str:
-    return "\n".join([f"wrote {result['output']} ({result['format']})", *pushed(result)])
+    session = render_session(result["session"]) if "session" in result else []
+    return "\n".join([f"wrote {result['output']} ({result['format']})", *session, *pushed(result)])
 
 
-def _official(args: argparse.Namespace, found: Opened) -> None:
+def _reference_format(args: argparse.Namespace, found: Opened) -> None:
     if not isinstance(found, Full):
         raise InPlaceTTTError(
-            f"{args.path} is an adapter, the official format holds all weights; export it as full first."
+            f"{args.path} is an adapter, the reference format holds all weights; export it as full first."
         )
     checkpoint = found.checkpoint
     checkpoint.ttt_config  # noqa: B018 - raises if not converted
     require_sound(checkpoint, empty_model(checkpoint)[1])
     with _output(args) as folder:
-        write_official(folder, checkpoint)
-        write_card(folder, checkpoint.folder, checkpoint.ttt_config, found.described_base, "official")
+        write_reference_format(folder, checkpoint)
+        write_card(folder, checkpoint.folder, checkpoint.ttt_config, found.described_base, "reference")
 
 
 def _adapter(args: argparse.Namespace, found: Opened) -> None:
@@ -90,4 +111,4 @@ def _merged(args: argparse.Namespace, found: Opened) -> None:
         write_card(folder, found.folder, written.checkpoint.ttt_config, written.described_base, "full")
 
 
-_WRITERS = {"official": _official, "adapter": _adapter, "full": _full}
+_WRITERS = {"reference": _reference_format, "adapter": _adapter, "full": _full}

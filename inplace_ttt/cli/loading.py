@@ -13,7 +13,7 @@ from ..checkpoint.loading import load_base
 from ..checkpoint.opened import Full, load, open_model
 from ..errors import InPlaceTTTError, how_to_install, reported
 from ..files.text import require_known_ids
-from ..layer.quantised import readable_parameters
+from ..layer.quantized import readable_parameters
 from ..ops.precision import note_on_emulation
 from .messages import warn
 

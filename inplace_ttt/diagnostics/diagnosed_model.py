@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..errors import InPlaceTTTError, reported
 from ..layer.fast_linear import FastWeight
 from ..layer.overrides import seeded
-from ..layer.quantised import is_encoded
+from ..layer.quantized import is_encoded
 from ..layer.zero3 import is_partitioned
 from ..layout import document_starts
 from ..surgery import fast_weights

@@ -7,7 +7,7 @@ import math
 from torch import nn
 
 from ..layer.fast_linear import FastWeight
-from ..layer.quantised import readable_parameters
+from ..layer.quantized import readable_parameters
 from .diagnosed_model import DiagnosedModel
 from .findings import Finding, Severity, named
 from .measurements import Measurements

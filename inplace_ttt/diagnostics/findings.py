@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from .catalogue import CATALOGUE, Kind
+from .catalog import CATALOG, Kind
 
 Severity = Literal["severe", "warning", "info"]
 SEVERITIES: tuple[Severity, ...] = ("severe", "warning", "info")
@@ -16,7 +16,7 @@ class Finding:
     """One fault that was found.
 
     Attributes:
-        id: key of the fault in `CATALOGUE`.
+        id: key of the fault in `CATALOG`.
         severity: "severe", "warning" or "info".
         message: one sentence with layers and numbers.
         layers: the layers concerned; empty for the model as a whole.
@@ -31,8 +31,8 @@ class Finding:
 
     @property
     def kind(self) -> Kind:
-        """Entry of the catalogue."""
-        return CATALOGUE[self.id]
+        """Entry of the catalog."""
+        return CATALOG[self.id]
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain JSON values."""

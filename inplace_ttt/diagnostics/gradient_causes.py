@@ -34,7 +34,7 @@ class Cause:
     """A possible cause of a low gradient.
 
     Attributes:
-        id: key of the fault in `CATALOGUE`.
+        id: key of the fault in `CATALOG`.
         present: returns the layers in which it can be the cause.
         removed: returns the rows to use and the change to the model that remove it.
         message: describes it for some layers, with numbers.

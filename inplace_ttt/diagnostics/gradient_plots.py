@@ -18,22 +18,22 @@ def draw_gradients(figure: Any, d: Diagnosis) -> None:
     m = d.measured
     left, right = figure.subplots(1, 2)
     layers = list(m.etas)
-    colours = {"conv": BLUE, "proj": ORANGE, "weight": SOFT}
+    colors = {"conv": BLUE, "proj": ORANGE, "weight": SOFT}
     kinds = [
-        (kind, colour)
-        for kind, colour in colours.items()
+        (kind, color)
+        for kind, color in colors.items()
         if any(key[1] == kind for key in m.sizes) or kind == "weight"
     ]
     norms = [norm for key, norm in m.gradients.norms.items() if key[0] is not None]
     log_axis(left, [*norms, *(m.gradients.norms.get((i, "weight"), 0.0) * VANISHED for i in layers)])
     floor = left.get_ylim()[0]
-    for offset, (kind, colour) in zip((-0.27, 0.0, 0.27), kinds, strict=False):
+    for offset, (kind, color) in zip((-0.27, 0.0, 0.27), kinds, strict=False):
         values = [m.gradients.norms.get((i, kind), 0.0) for i in layers]
         left.bar(
             [x + offset for x in range(len(layers))],
             [max(v, floor) for v in values],
             0.25,
-            color=colour,
+            color=color,
             label=_NAMES[kind],
         )
         for x, value in enumerate(values):
@@ -44,7 +44,7 @@ def draw_gradients(figure: Any, d: Diagnosis) -> None:
                     ha="center",
                     va="bottom",
                     fontsize=9,
-                    color=colour,
+                    color=color,
                     fontweight="bold",
                 )
     for x, i in enumerate(layers):
@@ -71,8 +71,8 @@ def draw_gradients(figure: Any, d: Diagnosis) -> None:
     )
     groups = d.to_dict()["groups"]
     shares = {
-        _NAMES[name]: (group["step_over_parameter"], colour)
-        for (name, group), colour in zip(groups.items(), _COLORS, strict=True)
+        _NAMES[name]: (group["step_over_parameter"], color)
+        for (name, group), color in zip(groups.items(), _COLORS, strict=True)
         if group["parameter"] is not None
     }
     moving = {name: value for name, (value, _) in shares.items() if value}
@@ -80,7 +80,7 @@ def draw_gradients(figure: Any, d: Diagnosis) -> None:
         list(shares),
         [value or 0 for value, _ in shares.values()],
         0.55,
-        color=[colour for _, colour in shares.values()],
+        color=[color for _, color in shares.values()],
     )
     if moving:
         right.set_xscale("log")

@@ -26,7 +26,7 @@ STYLE: Any = {
 }
 
 
-def _colour(order: int, count: int) -> Any:
+def _color(order: int, count: int) -> Any:
     """Returns the color of a TTT layer, from light (the first layer) to dark (the last)."""
     import matplotlib
 
@@ -40,7 +40,7 @@ def draw_lines(axes: Any, series: dict[int, list[float]], legend: bool = True) -
         axes.plot(
             range(1, len(values) + 1),
             values,
-            color=_colour(order, len(series)),
+            color=_color(order, len(series)),
             marker="o",
             markersize=3,
             linewidth=1.6,
@@ -59,9 +59,9 @@ def log_axis(axes: Any, values: list[float], room: float = 3.0) -> None:
         axes.set_ylim(min(shown) / room, max(shown) * room)
 
 
-def draw_threshold(axes: Any, at: float, text: str, colour: str = RED) -> None:
+def draw_threshold(axes: Any, at: float, text: str, color: str = RED) -> None:
     """Draws a dashed horizontal line with a label at its right end."""
-    axes.axhline(at, color=colour, linewidth=1, linestyle=(0, (4, 3)))
+    axes.axhline(at, color=color, linewidth=1, linestyle=(0, (4, 3)))
     axes.annotate(
-        text, (1, at), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8, color=colour
+        text, (1, at), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8, color=color
     )

@@ -65,13 +65,13 @@ def _writes(figure: Any, d: Diagnosis) -> None:
     values = [v for line in series.values() for v in line]
     log_axis(left, values)
     top = left.get_ylim()[1]
-    for at, text, colour in (
+    for at, text, color in (
         (EXCEEDS_WEIGHT, "as large as the weight", RED),
         (TENTH_OF_WEIGHT, "a tenth of it", BROWN),
     ):
         if at / 3 < top:
             left.set_ylim(top=max(top, at * 2))
-            draw_threshold(left, at, text, colour)
+            draw_threshold(left, at, text, color)
     draw_lines(left, series)
     left.set(title="Sum of the writes of a document", xlabel="chunks written", ylabel="η‖S‖ / ‖W0‖")
     draw_lines(
@@ -95,8 +95,8 @@ def _effects(figure: Any, d: Diagnosis) -> None:
     if m.all_writes is not None:
         names.append("all")
         changes.append(m.all_writes)
-    colours = [RED if c.loss > 0 else GREEN for c in changes]
-    left.bar(names, [c.loss for c in changes], 0.55, color=colours)
+    colors = [RED if c.loss > 0 else GREEN for c in changes]
+    left.bar(names, [c.loss for c in changes], 0.55, color=colors)
     left.errorbar(
         names,
         [c.loss for c in changes],
@@ -118,8 +118,8 @@ def _keys(figure: Any, d: Diagnosis) -> None:
     m = d.measured
     above, below = figure.subplots(2, 1, sharex=True)
     layers = sorted(m.keys)
-    colours = [BLUE if i in m.etas else PALE for i in layers]
-    above.bar(layers, [m.keys[i].effective for i in layers], 0.8, color=colours)
+    colors = [BLUE if i in m.etas else PALE for i in layers]
+    above.bar(layers, [m.keys[i].effective for i in layers], 0.8, color=colors)
     log_axis(above, [m.keys[i].effective for i in layers], room=1.6)
     above.set_ylim(bottom=0.8)
     above.axhline(FEW_DIRECTIONS, color=RED, linewidth=1, linestyle=(0, (4, 3)))
@@ -127,7 +127,7 @@ def _keys(figure: Any, d: Diagnosis) -> None:
         title="Directions that each layer's keys span (blue: TTT layers)",
         ylabel="participation\nratio of Z",
     )
-    below.bar(layers, [m.keys[i].collision for i in layers], 0.8, color=colours)
+    below.bar(layers, [m.keys[i].collision for i in layers], 0.8, color=colors)
     below.set_ylim(0, 1)
     below.set(title="How much the keys of two tokens collide", xlabel="decoder layer", ylabel="RMS cosine")
     below.set_xticks(layers if len(layers) <= 40 else layers[::4])
@@ -192,9 +192,9 @@ def _precision(figure: Any, d: Diagnosis) -> None:
         (f"W0 + ηS summed in {dtype}", [w.weight for w in writes.values()], RED),
         ("the output's rounding, as it is", [w.output for w in writes.values()], BLUE),
     ]
-    for offset, (name, values, colour) in zip((-0.27, 0.0, 0.27), series, strict=True):
+    for offset, (name, values, color) in zip((-0.27, 0.0, 0.27), series, strict=True):
         axes.bar(
-            [x + offset for x in range(len(writes))], [v or 0 for v in values], 0.25, color=colour, label=name
+            [x + offset for x in range(len(writes))], [v or 0 for v in values], 0.25, color=color, label=name
         )
         for x, value in enumerate(values):
             if value is not None:

@@ -127,7 +127,7 @@ def state_ratio(
         float32 scalar: infinite if S is not finite, 0 if W0 cannot be read.
     """
     layout, w0, rule = (
-        labelled(context.part(layer.chunk_size), labels),
+        labeled(context.part(layer.chunk_size), labels),
         layer.matrix(),
         layer.fast.config.rule,
     )
@@ -167,7 +167,7 @@ def write_health(
         context: layout of the forward pass.
         labels: int64 [B, T]; only documents with a label are considered.
     """
-    layout, accurate = labelled(context.part(layer.chunk_size), labels), state_dtype(z.dtype)
+    layout, accurate = labeled(context.part(layer.chunk_size), labels), state_dtype(z.dtype)
     largest, last, clipped, chunks = z.new_zeros((), dtype=accurate), z.new_zeros((), dtype=accurate), 0, 0
     for write in _chunk_by_chunk(layer, z, v, gate, layout):
         largest, last = torch.maximum(largest, _size(layer, write.delta)), _size(layer, write.read)
@@ -227,7 +227,7 @@ def gate_health(gate: Tensor | None, layout: ChunkLayout) -> tuple[float, float]
     return float(own.mean()), float(own.std(correction=0))
 
 
-def labelled(layout: ChunkLayout, labels: Tensor | None) -> ChunkLayout:
+def labeled(layout: ChunkLayout, labels: Tensor | None) -> ChunkLayout:
     """Returns the layout with only those documents that have a label; all of them without labels.
 
     The tokens that fill up a packed row form a document without labels.
@@ -238,9 +238,9 @@ def labelled(layout: ChunkLayout, labels: Tensor | None) -> ChunkLayout:
     """
     if labels is None:
         return layout
-    learnt = labels.ne(IGNORED)
+    learned = labels.ne(IGNORED)
     rows = (
-        tuple(span for span in spans if bool(learnt[row, slice(*span)].any()))
+        tuple(span for span in spans if bool(learned[row, slice(*span)].any()))
         for row, spans in enumerate(layout.documents)
     )
     return ChunkLayout(tuple(rows), layout.length, layout.chunk_size)

@@ -20,7 +20,7 @@ from ..calibration.calibrate import calibrate
 from ..config import InPlaceTTTConfig
 from ..errors import InPlaceTTTError
 from ..surgery import convert, fast_weights, revert
-from ..tasks.passages import Passage
+from ..tasks.passages import Passage, mean_loss
 from .protocol import progress_bar
 from .token_losses import token_losses
 
@@ -90,6 +90,7 @@ def choose(
     length = min([max(LENGTH, least_tokens(config)), *(row.shape[1] for row in rows)])
     passage = Passage((length - _BEGINNING) // 4, (length - _BEGINNING) // 2)
     start = length - passage.tokens
+    spans = passage.between(start), passage.second(start)
     if passage.length < config.chunk_size:
         raise InPlaceTTTError(
             f"choosing layers and eta takes texts of {least_tokens(config)} tokens, and one has "
@@ -116,12 +117,10 @@ def choose(
                     {**how, "progress": bar.update},
                 )
                 change = (on - off).double()
-                second = passage.second(start)
-                between, again = (
-                    change[:, passage.between(start)].mean(1),
-                    change[:, second.start : second.stop - 1].mean(),
+                between, again = (mean_loss(change, span) for span in spans)
+                tried.append(
+                    Tried(one, eta, float(between.mean()), float(between.max()), float(again.mean()))
                 )
-                tried.append(Tried(one, eta, float(between.mean()), float(between.max()), float(again)))
                 if tried[-1].harms:
                     break
     harmless = [one for one in tried if not one.harms]

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import InPlaceTTTError, how_to_install
 
-_COLOURS = {
+_COLORS = {
     "on": "#2a6fdb",
     "off": "#8a8f98",
     "base": "#444b55",
@@ -80,14 +80,14 @@ def _positions(result: dict[str, Any]) -> Any:
         ]
         if points:
             axes.plot(
-                *zip(*points, strict=True), marker="o", markersize=3, color=_COLOURS[name], label=_NAMES[name]
+                *zip(*points, strict=True), marker="o", markersize=3, color=_COLORS[name], label=_NAMES[name]
             )
     low, high = (
         [row["difference"]["mean"] + sign * (row["difference"]["stderr"] or 0.0) for row in rows]
         for sign in (-1, 1)
     )
-    axes.fill_between(middle, low, high, color=_COLOURS["on"], alpha=0.15, linewidth=0)
-    axes.axhline(0, color=_COLOURS["off"], linewidth=1)
+    axes.fill_between(middle, low, high, color=_COLORS["on"], alpha=0.15, linewidth=0)
+    axes.axhline(0, color=_COLORS["off"], linewidth=1)
     axes.set(
         xlabel="position in the document (tokens)",
         ylabel="loss minus TTT off (nats per token)",
@@ -122,7 +122,7 @@ def _documents(result: dict[str, Any]) -> Any:
     figure, axes = pyplot.subplots(figsize=(7, 4))
     kinds = {"on − off": "on_minus_off", "own − mismatched": "own_minus_mismatched"}
     documents = sorted(result["documents"], key=lambda d: d["on_minus_off"])
-    for (label, key), colour in zip(kinds.items(), (_COLOURS["on"], _COLOURS["mismatched"]), strict=True):
+    for (label, key), color in zip(kinds.items(), (_COLORS["on"], _COLORS["mismatched"]), strict=True):
         values = [d[key] for d in documents if d[key] is not None]
         if values:
             better = sum(value < 0 for value in values)
@@ -130,10 +130,10 @@ def _documents(result: dict[str, Any]) -> Any:
                 values,
                 marker="o",
                 markersize=4,
-                color=colour,
+                color=color,
                 label=f"{label}: below zero in {better} of {len(values)}",
             )
-    axes.axhline(0, color=_COLOURS["off"], linewidth=1)
+    axes.axhline(0, color=_COLORS["off"], linewidth=1)
     axes.locator_params(axis="x", integer=True)
     axes.set(
         xlabel="documents, the most helped first",
@@ -158,7 +158,7 @@ def _facts(facts: dict[str, Any]) -> Any:
     first = next(iter(facts["readings"].values()))[0]
     names = [kind for kind, its in first["kinds"].items() if "multiple_choice" in its]
     for number, (name, rows) in enumerate(facts["readings"].items()):
-        how = {"marker": "o", "markersize": 4, "capsize": 2, "color": _COLOURS[name]}
+        how = {"marker": "o", "markersize": 4, "capsize": 2, "color": _COLORS[name]}
         for axes, measure in ((exact, "exact_match"), (chosen, "multiple_choice")):
             _with_intervals(
                 axes,
@@ -205,7 +205,7 @@ def _contexts(result: dict[str, Any]) -> Any:
     for name in ("on", "off", "base"):
         points = [(row["context"], row[f"{name}_perplexity"]) for row in rows if f"{name}_perplexity" in row]
         if points:
-            axes.plot(*zip(*points, strict=True), marker="o", color=_COLOURS[name], label=_NAMES[name])
+            axes.plot(*zip(*points, strict=True), marker="o", color=_COLORS[name], label=_NAMES[name])
     axes.set(
         xlabel="context before the block (tokens)",
         ylabel="perplexity of the block",

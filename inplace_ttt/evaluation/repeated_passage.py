@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from ..errors import InPlaceTTTError
 from ..reports.statistics import Mean
-from ..tasks.passages import Passage
+from ..tasks.passages import Passage, mean_loss
 from .baseline_losses import BaselineLosses
 from .protocol import Protocol, on_and_off_losses, progress_bar
 
@@ -69,7 +69,7 @@ def repeated_passage(
     found: dict[str, Any] = {"passage": passage.length, "gap": passage.gap}
     for name, where in spans.items():
         pairs = [
-            (float(a[span.start : span.stop - 1].mean()), float(b[span.start : span.stop - 1].mean()))
+            (float(mean_loss(a, span)), float(mean_loss(b, span)))
             for a, b, span in zip(with_writes, without, where, strict=True)
         ]
         found[name] = vars(Mean.of([a - b for a, b in pairs]))

@@ -32,7 +32,7 @@ class Clips:
 
     Attributes:
         starts: First token of each write.
-        places: The same, [n] int32 on the device.
+        places: `starts` as a tensor [n], int32, on the device.
         chunk: Tokens per chunk.
         factors: c [n] float32.
         squares: ‖D‖² [n] float32.

@@ -19,7 +19,8 @@ from .support import INTERPRETED
 _TOKENS, _CHANNELS = (8, 16) if INTERPRETED else (64, 64)
 _TOKENS_A_SUM = 4 * _TOKENS if INTERPRETED else 32 * _TOKENS
 _TOKENS_OF_TAPS = _TOKENS // 2
-"""Fewer tokens, because all taps of a tile are in registers together."""
+"""Tokens per tile for the gradient of the taps. They are few, because all taps of a tile are in registers
+together."""
 
 
 @triton.jit

@@ -16,8 +16,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from ..device_copies import on_device
 from .documents import Document, Plan
-from .support import on_device
 
 FIELDS = 11
 """Numbers per stretch: first token; document's end; steps; first slot; slots; index of the chunk that reads

@@ -67,24 +67,3 @@ def on_device_of(x: Tensor) -> Iterator[None]:
         torch.autocast(x.device.type, enabled=False),
     ):
         yield
-
-
-def on_device(host: Tensor, device: torch.device) -> Tensor:
-    """Returns a copy of host memory on the device, which every stream may read.
-
-    The host waits for this copy alone, not for the device's queued work.
-    """
-    if device.type != "cuda":
-        return host
-    with torch.cuda.stream(_copies(device)):
-        copy = host.pin_memory().to(device, non_blocking=True)
-        done = torch.cuda.Event()
-        done.record()
-    done.synchronize()
-    copy.record_stream(torch.cuda.current_stream(device))
-    return copy
-
-
-@functools.cache
-def _copies(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)

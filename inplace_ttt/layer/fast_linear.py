@@ -27,7 +27,7 @@ from .cache import stream_of
 from .forward_context import ForwardContext
 from .gradient_stream import GradientStream
 from .hooks import LayerCall, LayerHooks, ModelHooks
-from .quantised import is_encoded
+from .quantized import is_encoded
 from .target import GradientTarget, TargetGenerator
 from .whitened_keys import WhitenedKeys
 from .write_gate import WriteGate

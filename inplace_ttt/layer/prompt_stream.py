@@ -149,6 +149,10 @@ class PromptStream(FastWeightStream):
         """Number of tokens read, per row."""
         return self.seen
 
+    def read_matrix(self, row: int, layer: Any) -> Tensor:
+        assert self._state is not None
+        return _Reads(layer, self.settings.preserve_row_norms).readout(self._state.value[row])
+
     @torch.no_grad()
     def advance(
         self, out: Tensor, z: Tensor, x: Tensor, spans: list[Span], layer: Any, *, generated: bool = False

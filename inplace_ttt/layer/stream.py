@@ -111,6 +111,11 @@ class FastWeightStream:
         """True before the first token. A stream for another batch may then replace this one."""
         return not any(self.tokens) and not self._abandoned
 
+    def read_matrix(self, row: int, layer: StreamedLayer) -> Tensor:
+        """Returns η times the matrix [d, r] that a row's keys are multiplied by, after the first write."""
+        assert self._state is not None
+        return layer.readout(self._state.value[row]) * layer.eta
+
     @torch.no_grad()
     def advance(
         self,
@@ -353,6 +358,18 @@ class FastWeightStream:
     def lend(self, sources: list[int]) -> None:
         """Gives row r the state of row sources[r]. Its open chunk and its counts stay its own."""
         self._state = self._state and self._state.select(sources)
+
+    def add_writes(self, other: FastWeightStream) -> None:
+        """Adds the states of another stream of this layer, row by row. Both open chunks are left out.
+
+        A state is a sum over chunks, so that the result is the state after the chunks of both.
+        """
+        if other.state is not None:
+            value = other.state if self.state is None else self.state + other.state
+            self._state = State(value, self.rule)
+        counts = [row.written + theirs.written for row, theirs in zip(self.rows, other.rows, strict=True)]
+        self.rows = [_Row(written=written) for written in counts]
+        self._open = OpenChunks(self.batch, self.chunk_size)
 
     @property
     def asks_again(self) -> int:

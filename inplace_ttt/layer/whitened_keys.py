@@ -22,16 +22,16 @@ class WhitenedKeys(nn.Module):
 
     Attributes:
         directions: A [r, h], filled by `inplace_ttt.calibration.calibrate`.
-        centre: c [h], filled by the same.
+        center: c [h], filled by the same.
     """
 
     directions: Tensor
-    centre: Tensor
+    center: Tensor
 
     def __init__(self, width: int, rank: int, **factory: Any) -> None:
         super().__init__()
         self.register_buffer("directions", torch.zeros(rank, width, **factory))
-        self.register_buffer("centre", torch.zeros(width, **factory))
+        self.register_buffer("center", torch.zeros(width, **factory))
 
     def forward(self, z: Tensor) -> Tensor:
         """Returns the keys [..., r] of z [..., h], in z's dtype."""
@@ -39,6 +39,6 @@ class WhitenedKeys(nn.Module):
             z, dim=-1, keepdim=True, dtype=torch.promote_types(z.dtype, torch.float32)
         )
         return linear(
-            torch.addcmul(z, length.to(z.dtype), self.centre.to(z.dtype), value=-1),
+            torch.addcmul(z, length.to(z.dtype), self.center.to(z.dtype), value=-1),
             self.directions.to(z.dtype),
         )

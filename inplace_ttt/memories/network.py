@@ -53,7 +53,7 @@ class NetworkMemory(HeadMemory[State]):
         return (y - v) ** 2
 
     def initial_weights(self, batch: int) -> Weights:
-        return self.learnt(batch, *self.initial)
+        return self.learned(batch, *self.initial)
 
     def gradients(self, weights: Weights, token: Tokens) -> Weights:
         """Returns ∇ of one token's loss, by autograd. The primal form uses it for its steps."""

@@ -162,7 +162,7 @@ class HeadMemory(Memory[State]):
         like = self.to_q.weight
         return like.new_zeros(batch, self.heads, *shape, dtype=state_dtype(like.dtype))
 
-    def learnt(self, batch: int, *weights: Tensor) -> Weights:
+    def learned(self, batch: int, *weights: Tensor) -> Weights:
         """Expands parameters [H, out, in] to the weights of every sequence, in the state's dtype."""
         return tuple(w.to(state_dtype(w.dtype)).expand(batch, *w.shape) for w in weights)
 

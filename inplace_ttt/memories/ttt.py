@@ -47,7 +47,7 @@ class TTT(NetworkMemory[TTTState]):
         mini_batch: b, tokens whose gradients are taken together. At b ≥ T this is batch gradient descent.
         shapes: (out, in) of each linear map of f.
         eta_base: Largest rate, 0 or more.
-        learnt_rate: False sets η = eta_base. A row of the paper's ablation.
+        learned_rate: False sets η = eta_base. A row of the paper's ablation.
         residual_norm: False leaves LN and the residual out of f. A row of the paper's ablation.
         form: "paper" is the paper's text, "public" the published code.
     """
@@ -59,7 +59,7 @@ class TTT(NetworkMemory[TTTState]):
         mini_batch: int,
         shapes: Sequence[tuple[int, int]],
         eta_base: float,
-        learnt_rate: bool,
+        learned_rate: bool,
         residual_norm: bool,
         form: Form,
     ) -> None:
@@ -70,7 +70,7 @@ class TTT(NetworkMemory[TTTState]):
         super().__init__(
             dim, heads, mini_batch, [(out, inner + self.public) for out, inner in shapes], std=0.02
         )
-        self.to_rate = nn.Linear(dim, heads) if learnt_rate else None
+        self.to_rate = nn.Linear(dim, heads) if learned_rate else None
         self.norm = (
             nn.ParameterList([torch.ones(heads, 1, dim // heads), torch.zeros(heads, 1, dim // heads)])
             if residual_norm
@@ -86,7 +86,7 @@ class TTT(NetworkMemory[TTTState]):
             self.eta_base = eta_base / (2 * self.head_dim)
             for weight in self.initial:
                 nn.init.zeros_(weight[..., -1])  # the biases: `mapped` appends a 1 to each input
-            self.learnt_scale = nn.Parameter(torch.zeros(mini_batch))
+            self.learned_scale = nn.Parameter(torch.zeros(mini_batch))
             self.read_norm = nn.LayerNorm(dim, eps=1e-6)
 
     def initial_state(self, batch: int) -> TTTState:
@@ -110,7 +110,7 @@ class TTT(NetworkMemory[TTTState]):
         """Returns c [n, 1] for places [n] of the mini-batch."""
         plain = torch.ones(len(places), 1, dtype=state_dtype(self.to_q.weight.dtype), device=places.device)
         return (
-            (plain / (places + 1)[:, None] + self.learnt_scale[places][:, None]).clamp_min(0)
+            (plain / (places + 1)[:, None] + self.learned_scale[places][:, None]).clamp_min(0)
             if self.public
             else plain
         )
@@ -204,12 +204,12 @@ class TTTLinear(TTT):
         heads: int = 1,
         mini_batch: int = 16,
         eta_base: float = 1.0,
-        learnt_rate: bool = True,
+        learned_rate: bool = True,
         residual_norm: bool = True,
         form: Form = "paper",
     ) -> None:
         d = head_width(dim, heads)
-        super().__init__(dim, heads, mini_batch, [(d, d)], eta_base, learnt_rate, residual_norm, form)
+        super().__init__(dim, heads, mini_batch, [(d, d)], eta_base, learned_rate, residual_norm, form)
 
     def f(self, maps: Sequence[LinearMap], x: Tensor) -> Tensor:
         return self.residual(x, self.mapped(maps[0], x))
@@ -227,13 +227,13 @@ class TTTMLP(TTT):
         heads: int = 1,
         mini_batch: int = 16,
         eta_base: float = 0.1,
-        learnt_rate: bool = True,
+        learned_rate: bool = True,
         residual_norm: bool = True,
         form: Form = "paper",
     ) -> None:
         d = head_width(dim, heads)
         super().__init__(
-            dim, heads, mini_batch, [(4 * d, d), (d, 4 * d)], eta_base, learnt_rate, residual_norm, form
+            dim, heads, mini_batch, [(4 * d, d), (d, 4 * d)], eta_base, learned_rate, residual_norm, form
         )
         self.gelu = nn.GELU("tanh" if self.public else "none")
 

@@ -64,7 +64,7 @@ def registry() -> Iterator[tuple[str, Shape]]:
         yield name, Shape(*WIDTHS[name], tokens, chunk_size)
 
 
-def materialising(z: Tensor, v: Tensor, weight: Tensor, chunk_size: int) -> Tensor:
+def materializing(z: Tensor, v: Tensor, weight: Tensor, chunk_size: int) -> Tensor:
     """Computes the op as the reference code does: one weight per chunk, then a batched product.
 
     The weights are a cumulative sum over chunks.
@@ -144,14 +144,14 @@ def measure(
     forms: dict[str, Callable[[], Tensor]] = {
         "linear": lambda: linear(z, weight),
         "fast_weight": lambda: fast_weight(z, v, weight, eta=_ETA, layout=layout),
-        "materialising": lambda: materialising(z, v, weight, shape.chunk_size),
+        "materializing": lambda: materializing(z, v, weight, shape.chunk_size),
         "additive": lambda: linear(z, weight) + fast_weight(z, v, None, eta=_ETA, layout=layout),
         "least squares": least_squares,
     }
     if device.startswith("cuda") if every_form is None else every_form:
         torch._dynamo.reset()  # otherwise each shape adds to the guards of the one before
-        compiled = torch.compile(materialising, dynamic=False)
-        forms["materialising, compiled"] = lambda: compiled(z, v, weight, shape.chunk_size)
+        compiled = torch.compile(materializing, dynamic=False)
+        forms["materializing, compiled"] = lambda: compiled(z, v, weight, shape.chunk_size)
         forms["chunked"] = lambda: fast_weight(z, v, weight, eta=_ETA, layout=layout, backend="chunked")
 
     def run(form: Callable[[], Tensor]) -> float:

@@ -32,7 +32,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from ..layout import ChunkLayout, on_device
+from ..device_copies import on_device
+from ..layout import ChunkLayout
 from ..rules import PAPER_RULE, Rule
 from . import fast_weight
 from .forms import form_of

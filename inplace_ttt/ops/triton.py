@@ -61,10 +61,7 @@ def require(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def fuses(dtype: torch.dtype) -> bool:
-    """Returns True for every dtype: W0 can be the running weight.
-
-    The kernels keep W0 + ηS with stochastic rounding.
-    """
+    """Returns True for every dtype, since the kernels keep W0 + ηS as one matrix with stochastic rounding."""
     return True
 
 

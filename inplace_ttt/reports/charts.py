@@ -73,9 +73,9 @@ def _bars(axes: Any, chart: dict[str, Any]) -> None:
 def _curve(axes: Any, chart: dict[str, Any]) -> None:
     # The first line is wide and pale, so that lines on top of each other stay visible.
     styles = ((_ORANGE, 4.0, 0.55), (_BLUE, 1.5, 1.0))
-    for (name, line), (colour, width, alpha) in zip(chart["lines"].items(), styles, strict=False):
+    for (name, line), (color, width, alpha) in zip(chart["lines"].items(), styles, strict=False):
         shown = [(a, v) for a, v in zip(chart["at"], line, strict=True) if v > 0]
-        axes.plot(*zip(*shown, strict=True), color=colour, linewidth=width, alpha=alpha, label=name)
+        axes.plot(*zip(*shown, strict=True), color=color, linewidth=width, alpha=alpha, label=name)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.spines[["top", "right"]].set_visible(False)

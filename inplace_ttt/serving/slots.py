@@ -98,7 +98,8 @@ class Slots:
         opened = min(len(z), -filled % self.chunk_size)
         whole = opened + (len(z) - opened) // self.chunk_size * self.chunk_size
         if opened:
-            written += self._take(out[:opened], z[:opened], x[:opened], slot, filled, written, layer)
+            self._take(out[:opened], z[:opened], x[:opened], slot, filled, written, layer)
+            written = (seen + opened) // self.chunk_size
         if whole > opened:
             self._take_whole(out[opened:whole], z[opened:whole], x[opened:whole], slot, written, layer)
             written += (whole - opened) // self.chunk_size
@@ -135,8 +136,8 @@ class Slots:
 
     def _take(
         self, out: Tensor, z: Tensor, x: Tensor, slot: int, filled: int, written: int, layer: StreamedLayer
-    ) -> bool:
-        """Reads and keeps tokens of the open chunk. Returns True if they complete it."""
+    ) -> None:
+        """Reads and keeps tokens of the open chunk, and writes it if they complete it."""
         stop = filled + len(z)
         if written:
             self.state.add_read(out[None], z[None], layer, slot, whole=len(z) == self.chunk_size)
@@ -144,7 +145,6 @@ class Slots:
         self.sources[slot, filled:stop] = x
         if stop == self.chunk_size:
             self._write_open(slot, written, layer)
-        return stop == self.chunk_size
 
     def _write_open(self, slot: int, written: int, layer: StreamedLayer) -> None:
         """Writes the slot's open chunk, which is complete."""

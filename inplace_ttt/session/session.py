@@ -11,18 +11,25 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..checkpoint.fingerprint import fingerprint_of
+from ..checkpoint.to_adapter import unchanged_base
 from ..errors import InPlaceTTTError, shown
 from ..families import CACHE
-from ..layer.cache import CarriesFastWeight, attach, only_written, plain_class, stop_recording, streams
+from ..files.folders import new_folder
+from ..files.manifest import CHECKPOINT
+from ..layer.cache import only_written, stop_recording, streams
 from ..layer.forward_context import reading_text
-from ..layer.prompt_stream import stream_class
-from ..surgery import config_of, fast_weights
+from ..surgery import config_of
 from . import file as session_file
 from .check import check_header, check_session
+from .contents import contents_of, fill
+from .lora import write_lora
+from .merging import add_writes
+from .plain_model import bake
 from .prompt import write_prompt
+from .rank import RANK
+from .weight_change import WeightChange, low_rank, weight_changes
 
 _READ_AT_ONCE = 1024
 _GOES_ON_AS_ONE = {
@@ -71,9 +78,19 @@ class Session:
         self.tokens = tokens
 
     @property
+    def batch(self) -> int:
+        """B, the number of sequences; 0 before the first token."""
+        return next((stream.batch for stream in streams(self.cache).values()), 0)
+
+    @property
     def chunks_written(self) -> int:
         """The number of chunks written so far, over all sequences. Each TTT layer writes every chunk."""
         return max((sum(stream.written) for stream in streams(self.cache).values()), default=0)
+
+    @property
+    def unwritten(self) -> int:
+        """The most tokens that a sequence holds in an unfinished chunk, so that they are not written yet."""
+        return max((max(stream.filled, default=0) for stream in streams(self.cache).values()), default=0)
 
     @property
     def state_bytes(self) -> int:
@@ -315,6 +332,118 @@ class Session:
         only_written(self.cache, fresh.cache)
         return fresh
 
+    def merge(self, *others: Session) -> Session:
+        """Adds up the writes of several sessions, as if one had read all texts without a KV cache between.
+
+        A state is a sum over chunks. It differs from that of one session only as far as a later text's keys
+        and targets depend on the writes of an earlier one. The KV caches, tokens and unfinished chunks are
+        left out.
+
+        Args:
+            others: sessions of the same model, each with as many sequences.
+
+        Returns:
+            A new session, whose positions start at 0.
+
+        Raises:
+            InPlaceTTTError: if the config has `prompt_write`, whose one write is no sum, or a session has
+                another model or another number of sequences.
+
+        Examples:
+            >>> both = session.merge(session)
+            >>> both.chunks_written == 2 * session.chunks_written
+            True
+        """
+        if any(other.model is not self.model for other in others):
+            raise InPlaceTTTError("sessions of two models cannot be merged; load both into one model.")
+        fresh = self.drop_kv_cache()
+        for other in others:
+            add_writes(fresh.cache, other.cache, config_of(self.model))
+        return fresh
+
+    def weight_changes(self, row: int = 0) -> dict[int, WeightChange]:
+        """Computes the change of each TTT layer's W0 by the chunks written so far (paper Eq. (1): W0 + ηS).
+
+        Args:
+            row: which sequence of the session.
+
+        Returns:
+            The changes by layer.
+
+        Raises:
+            InPlaceTTTError: if the session has written nothing, or lacks that row.
+
+        Examples:
+            >>> change = session.weight_changes()[0]
+            >>> change.matrix().shape, change.is_linear
+            (torch.Size([64, 128]), True)
+        """
+        return weight_changes(self.model, self.cache, row)
+
+    def bake(self, row: int = 0) -> PreTrainedModel:
+        """Makes a plain model whose down-projections hold the session's writes: W0 + ηS.
+
+        The model needs no `inplace_ttt` and writes nothing. It shares all other weights with the session's
+        model. Tokens of an unfinished chunk are not in it.
+
+        Args:
+            row: which sequence of the session.
+
+        Returns:
+            The plain model, in the base's class.
+
+        Raises:
+            InPlaceTTTError: if the session has written nothing, reads are not linear in the layer's input, or
+                a down-projection is quantized or wrapped.
+
+        Examples:
+            >>> plain = session.bake()
+            >>> type(plain).__name__
+            'LlamaForCausalLM'
+            >>> plain.save_pretrained("plain")
+        """
+        return bake(self.model, self.weight_changes(row))
+
+    def to_lora(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        rank: int = RANK,
+        row: int = 0,
+        base: str | None = None,
+        overwrite: bool = False,
+    ) -> dict[int, float]:
+        """Saves the session's writes as a LoRA adapter of its base, for PEFT, vLLM and others.
+
+        Each layer's change of W0 is cut to its best approximation of the given rank.
+
+        Args:
+            path: adapter folder to write.
+            rank: rank of each layer's B A, at most the model's width.
+            row: which sequence of the session.
+            base: folder or hub id of the base (default: the place that the model was loaded from).
+            overwrite: replace an earlier output.
+
+        Returns:
+            Layer -> the share of ‖ΔW‖ (Frobenius) that the rank leaves out.
+
+        Raises:
+            InPlaceTTTError: as `bake` does. Also if a weight of the model differs from the base's, the base
+                is unknown, or `path` may not be replaced.
+
+        Examples:
+            >>> lost = session.to_lora("small-lora", rank=32, base="small-base")
+            >>> max(lost.values()) < 0.01
+            True
+        """
+        known = unchanged_base(self.model, base, "use bake")
+        factors = {
+            index: low_rank(change.matrix(), rank) for index, change in self.weight_changes(row).items()
+        }
+        with new_folder(path, CHECKPOINT, overwrite=overwrite, sources=[known["name_or_path"]]) as folder:
+            write_lora(folder, self.model, factors, known)
+        return {index: factor.lost for index, factor in factors.items()}
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the session to one safetensors file, replacing it in one step.
 
@@ -332,28 +461,7 @@ class Session:
         """
         if self.tokens is not None:  # without tokens, a cache that was used by hand is saved as it is
             self._refuse_unknown()
-        tensors: dict[str, Tensor] = {}
-        attention: dict[int, dict[str, int | None]] = {}
-        again = max((stream.asks_again for stream in streams(self.cache).values()), default=0)
-        for index, layer in enumerate(self.cache.layers):
-            if isinstance(layer, CarriesFastWeight):
-                tensors |= {
-                    f"{index}.fast.{name}": tensor for name, tensor in layer.fast_weight.tensors().items()
-                }
-            if getattr(layer, "is_initialized", False) and layer.get_seq_length() > 0:
-                if plain_class(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
-                    raise InPlaceTTTError(
-                        f"a {plain_class(layer).__name__} cannot be saved; use a DynamicCache, or save "
-                        "state.drop_kv_cache()."
-                    )
-                window = getattr(layer, "sliding_window", None)
-                # a layer that records its past holds more
-                kept = slice(None) if window is None else slice(-window + 1 - again, None)
-                tensors |= {
-                    f"{index}.keys": layer.keys[:, :, kept],
-                    f"{index}.values": layer.values[:, :, kept],
-                }
-                attention[index] = {"length": layer.get_seq_length(), "window": window}
+        tensors, attention = contents_of(self.cache)
         if self.tokens is not None:
             tensors["tokens"] = self.tokens.contiguous()
         session_file.write(
@@ -361,7 +469,7 @@ class Session:
             tensors,
             config=config_of(self.model).to_dict(),
             fingerprint=fingerprint_of(self.model),
-            attention={str(index): kept for index, kept in attention.items()},
+            attention=attention,
         )
 
     @classmethod
@@ -384,32 +492,11 @@ class Session:
             True
         """
         header, tensors = session_file.read(path)
-        config = config_of(model)
-        check_header(path, header, config, fingerprint_of(model))
+        check_header(path, header, config_of(model), fingerprint_of(model))
         check_session(path, header, tensors, model)
         state = cls(model)
         state.tokens = tensors.pop("tokens", None)
         if state.tokens is not None:
             state.tokens = state.tokens.to(model.device)
-        for name, saved in header.attention.items():
-            index = int(name)
-            layer = DynamicLayer() if saved.window is None else DynamicSlidingWindowLayer(saved.window)
-            state.cache.layers[index] = layer
-            keys, values = (
-                tensors[f"{index}.{name}"].to(model.device, model.dtype) for name in ("keys", "values")
-            )
-            layer.lazy_initialization(keys, values)
-            layer.keys, layer.values = keys, values
-            if saved.window is not None:
-                layer.cumulative_length = saved.length
-                layer.record_past = keys.shape[2] >= saved.window
-        for index in fast_weights(model):
-            prefix = f"{index}.fast."
-            held = {
-                name.removeprefix(prefix): t.to(model.device)
-                for name, t in tensors.items()
-                if name.startswith(prefix)
-            }
-            if held:
-                attach(state.cache, index, stream_class(config).restore(held, config, model.dtype))
+        fill(state.cache, model, header, tensors)
         return state

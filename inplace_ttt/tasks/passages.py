@@ -42,3 +42,13 @@ class Passage:
         ids = ids.clone()
         ids[self.second(start)] = ids[start : start + self.length]
         return ids
+
+
+def mean_loss(losses: Tensor, span: slice) -> Tensor:
+    """Returns the mean loss [...] of a span's tokens but the first, which is predicted from outside of it.
+
+    Args:
+        losses: losses [..., T - 1] of the tokens 1 to T - 1.
+        span: positions of the tokens.
+    """
+    return losses[..., span.start : span.stop - 1].mean(-1)

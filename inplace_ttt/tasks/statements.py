@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from .facts import PEOPLE, names
 
-_COLOURS = (
+_COLORS = (
     "red",
     "green",
     "blue",
@@ -45,7 +45,7 @@ _GOODS = (
     "apples",
     "fish",
 )
-_PERSON, _TOWN, _NUMBER, _COLOUR, _GOOD = range(5)
+_PERSON, _TOWN, _NUMBER, _COLOR, _GOOD = range(5)
 _OF_PLACES = {
     _PERSON: (
         "The miller of {} is",
@@ -62,7 +62,7 @@ _OF_PLACES = {
         "The ship that was built in {} is called the",
     ),
     _NUMBER: ("The number of houses in {} is", "The bridge at {} has a length of", "A horse in {} costs"),
-    _COLOUR: ("The gate of {} is painted", "The flag of {} is", "The walls of {} are"),
+    _COLOR: ("The gate of {} is painted", "The flag of {} is", "The walls of {} are"),
     _GOOD: ("The market of {} sells", "The people of {} live from"),
 }
 _OF_PEOPLE = {
@@ -110,4 +110,4 @@ def _answer(kind: int, generator: random.Random, invented: Iterator[str]) -> str
         return next(invented)
     if kind == _NUMBER:
         return str(generator.randrange(100, 1000))
-    return generator.choice({_PERSON: PEOPLE, _COLOUR: _COLOURS, _GOOD: _GOODS}[kind])
+    return generator.choice({_PERSON: PEOPLE, _COLOR: _COLORS, _GOOD: _GOODS}[kind])

@@ -51,7 +51,7 @@ def build_model(recipe: Recipe) -> PreTrainedModel:
         "attn_implementation": model.attn_implementation,
     }
     if model.load_in is not None:
-        settings["quantization_config"] = _quantisation(model)
+        settings["quantization_config"] = _quantization(model)
     try:
         if path is None:
             if not is_deepspeed_zero3_enabled():  # with ZeRO-3 each rank holds only its part
@@ -73,7 +73,7 @@ def build_model(recipe: Recipe) -> PreTrainedModel:
     return _choose_trained(built, recipe)
 
 
-def _quantisation(model: Model) -> Any:
+def _quantization(model: Model) -> Any:
     from transformers import BitsAndBytesConfig
 
     if model.load_in == "8bit":

@@ -1,4 +1,4 @@
-"""Faults planted in least squares and whitened keys: which item of the catalogue owns each, and how it is
+"""Faults planted in least squares and whitened keys: which item of the catalog owns each, and how it is
 planted."""
 
 from __future__ import annotations
@@ -252,29 +252,29 @@ def no_gradient_through_the_gram(patch: Patch) -> None:
     patch.setattr(Walk, "through_write", through_write)
 
 
-def centre_not_subtracted(patch: Patch) -> None:
+def center_not_subtracted(patch: Patch) -> None:
     patch.setattr(
         WhitenedKeys, "forward", lambda self, z: torch.nn.functional.linear(z, self.directions.to(z.dtype))
     )
 
 
-def centre_not_measured(patch: Patch) -> None:
+def center_not_measured(patch: Patch) -> None:
     def measure(layer: FastWeight, *args: Any) -> None:
         real(layer, *args)
-        layer.ttt.keys.centre.zero_()  # type: ignore[union-attr]
+        layer.ttt.keys.center.zero_()  # type: ignore[union-attr]
 
     real = calibrate._set
     patch.setattr(calibrate, "_set", measure)
 
 
-def centred_for_w0_too(patch: Patch) -> None:
-    """W0 is given Z less its centre; what that takes away is added as the W0 of the conversion made it."""
+def centered_for_w0_too(patch: Patch) -> None:
+    """W0 is given Z less its center; what that takes away is added as the W0 of the conversion made it."""
 
     def read(self: FastWeight, z: Tensor, x: Tensor, call: Any) -> Tensor:
         out, keys, w0 = real(self, z, x, call), self.ttt.keys, self.matrix()
         assert keys is not None and w0 is not None
         first = self.__dict__.setdefault("first", w0.detach().clone())
-        return out - z.norm(dim=-1, keepdim=True) * (keys.centre.to(z.dtype) @ (w0 - first).to(z.dtype).T)
+        return out - z.norm(dim=-1, keepdim=True) * (keys.center.to(z.dtype) @ (w0 - first).to(z.dtype).T)
 
     real = FastWeight._read
     patch.setattr(FastWeight, "_read", read)
@@ -342,9 +342,9 @@ EXTENSION: tuple[Mutation, ...] = (
     Mutation("ranks share one sum of two", "context-parallel", plant=ranks_share_one_sum, settings=RIDGE),
     Mutation("no gradient through G", "gradient", plant=no_gradient_through_the_gram, settings=RAW),
     Mutation("keys are read with as they are not written", "keys", plant=read_unwhitened, settings=RIDGE),
-    Mutation("the keys' centre is not subtracted", "keys", plant=centre_not_subtracted, settings=RIDGE),
-    Mutation("the keys' centre is not measured", "keys", plant=centre_not_measured, settings=RIDGE),
-    Mutation("W0 is given centred inputs", "fast-tensor", plant=centred_for_w0_too, settings=RIDGE),
+    Mutation("the keys' center is not subtracted", "keys", plant=center_not_subtracted, settings=RIDGE),
+    Mutation("the keys' center is not measured", "keys", plant=center_not_measured, settings=RIDGE),
+    Mutation("W0 is given centered inputs", "fast-tensor", plant=centered_for_w0_too, settings=RIDGE),
     Mutation(
         "the gate weighs targets and no keys", "declared-rule", plant=gate_of_targets_alone, settings=GATED
     ),

@@ -19,7 +19,7 @@ from inplace_ttt.surgery import config_of
 
 SETTINGS: dict[str, set[str]] = {
     "paper": {"layer-spacing"},
-    "official": {"layer-spacing", "chunk-size", "target-source"},
+    "reference": {"layer-spacing", "chunk-size", "target-source"},
     "ridge": {"layer-spacing", "chunk-size"},
     "ttt_ntp": {"layer-spacing", "chunk-size", "target-source", "extensions"},
 }
@@ -73,14 +73,14 @@ def _with_lora(model: nn.Module, seed: int) -> nn.Module:
 
 def models() -> list[Model]:
     """A hundred: every family by two presets and both dtypes, then other seeds, 25 layers, and LoRA."""
-    presets = itertools.cycle(("official", "paper", "ridge"))
+    presets = itertools.cycle(("reference", "paper", "ridge"))
     found = [Model(family.name, next(presets), dtype, 0) for family in FAMILIES for dtype in HALF]
     found += [
         Model("llama", preset, dtype, seed) for seed in (1, 2, 3) for dtype in HALF for preset in SETTINGS
     ]
     found += [Model("llama", preset, dtype, 4, depth=25) for preset in SETTINGS for dtype in HALF]
     found += [Model("qwen3", preset, dtype, 5, lora=True) for preset in SETTINGS for dtype in HALF]
-    others = itertools.product((6, 7, 8), ("qwen3", "gemma3", "mistral"), HALF, ("official", "paper"))
+    others = itertools.product((6, 7, 8), ("qwen3", "gemma3", "mistral"), HALF, ("reference", "paper"))
     found += [Model(family, preset, dtype, seed) for seed, family, dtype, preset in others]
     return found[:100]
 

@@ -1,4 +1,4 @@
-"""Faults planted in this package: which item of the catalogue owns each, and how it is planted."""
+"""Faults planted in this package: which item of the catalog owns each, and how it is planted."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BESIDE = {
     "each rank starts from W0": {"in-pieces"},
     "G goes on into the next document": {"in-batches"},
     "a stream reads with the map of before": {"token-by-token"},
-    "W0 is given centred inputs": {"gradient"},
+    "W0 is given centered inputs": {"gradient"},
 }
 """By fault, the items that say where it shows, beside the one that says what it is; of all others the owner
 stands alone."""
@@ -98,13 +98,13 @@ def taps_over_the_edge(patch: Patch) -> None:
     patch.setattr(ChunkLayout, "chunk_ids", chunk_ids)
 
 
-def normalised_keys(patch: Patch) -> None:
-    def normalised(z: Tensor, v: Tensor, weight: Tensor | None, **kwargs: Any) -> Any:
+def normalized_keys(patch: Patch) -> None:
+    def normalized(z: Tensor, v: Tensor, weight: Tensor | None, **kwargs: Any) -> Any:
         keys = torch.nn.functional.normalize(z, dim=-1)
         out = op(keys, v, None, **kwargs)
         return out if weight is None else out + torch.nn.functional.linear(z, weight)
 
-    patch.setattr("inplace_ttt.layer.fast_linear.fast_weight", normalised)
+    patch.setattr("inplace_ttt.layer.fast_linear.fast_weight", normalized)
 
 
 def stop_gradient(patch: Patch) -> None:
@@ -341,7 +341,7 @@ PRODUCT: tuple[Mutation, ...] = (
     Mutation("the state is added to W0 in place", "state-place", plant=reading_moves_w0),
     Mutation("reading moves the embedding table", "slow-weights", spoil=reading_moves_the_embeddings),
     Mutation("update, then apply, while streaming", "apply-then-update", plant=update_then_apply),
-    Mutation("keys normalised in the write", "no-normalisation", plant=normalised_keys),
+    Mutation("keys normalized in the write", "no-normalization", plant=normalized_keys),
     Mutation("chunks of 64", "chunk-size", settings={"chunk_size": 64}, sound=False),
     Mutation(
         "targets from the MLP's input", "target-source", settings={"target": "hidden_states"}, sound=False

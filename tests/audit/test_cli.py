@@ -17,10 +17,10 @@ SHORT = ["--chunk-size", "64"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """base, paper (nothing to declare), short (chunks of 64) and official, all of a model with 7 layers."""
+    """base, paper (nothing to declare), short (chunks of 64) and reference, all of a model with 7 layers."""
     folder = tmp_path_factory.mktemp("audit")
     base = save_base(folder / "base", num_hidden_layers=7, max_position_embeddings=65536)
-    for name, settings in {"paper": [], "short": SHORT, "official": ["--preset", "official"]}.items():
+    for name, settings in {"paper": [], "short": SHORT, "reference": ["--preset", "reference"]}.items():
         assert cli.main(["convert", str(base), str(folder / name), "--no-verify", *settings]) == 0
     return folder
 
@@ -69,10 +69,10 @@ def test_a_paper_conversion_has_no_deviation(folder: Path, capsys: pytest.Captur
 
 
 @pytest.mark.full
-def test_an_official_conversion_has_the_known_ones(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out = audit(capsys, folder / "official", "--json")
+def test_a_reference_conversion_has_the_known_ones(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out = audit(capsys, folder / "reference", "--json")
     assert code == 1 and json.loads(out)["undeclared"] == ["chunk-size", "target-source"]
-    code, out = audit(capsys, folder / "official", "--profile", "official", "--json")
+    code, out = audit(capsys, folder / "reference", "--profile", "reference", "--json")
     assert code == 0 and json.loads(out)["undeclared"] == []
 
 
@@ -109,7 +109,7 @@ _NUMBERS = re.compile(r"[-+]?\d[\d.,e+-]*")
 def test_forms_and_files(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str, start: str
 ) -> None:
-    code, out = audit(capsys, folder / "short", "--format", form, "--compare", folder / "official")
+    code, out = audit(capsys, folder / "short", "--format", form, "--compare", folder / "reference")
     assert code == 1 and out.startswith(start)
     assert "hidden states" in out, "the comparison names what the other has"
     code, said = audit(
@@ -118,7 +118,7 @@ def test_forms_and_files(
         "--format",
         form,
         "--compare",
-        folder / "official",
+        folder / "reference",
         "--out",
         tmp_path / "report",
     )

@@ -2,6 +2,7 @@
 owner."""
 
 import pytest
+import torch
 from families import build
 from models import seven_layers
 
@@ -9,10 +10,14 @@ from audit.extension_mutations import CLIPPED, EXTENSION, RAW, RIDGE
 from audit.mutations import Mutation, expected
 from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, KeyWhitening, UpdateClip, convert
 from inplace_ttt.audit import audit_model
+from inplace_ttt.audit.limits import limits
+from inplace_ttt.audit.probed import Probed
+from inplace_ttt.audit.readings import plain
+from inplace_ttt.rules import RidgeRule
 
 BEYOND = [
     "loss-sum",
-    "no-normalisation",
+    "no-normalization",
     "plain-sum",
     "keys",
     "least-squares",
@@ -29,7 +34,7 @@ def test_a_fault_has_one_owner(mutation: Mutation, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("profile", ["paper", "official"])
+@pytest.mark.parametrize("profile", ["paper", "reference"])
 def test_the_compact_preset_is_an_extension(profile: str) -> None:
     # of 1,024 directions all 48 would stay
     changed = {"chunk_size": 1024 if profile == "paper" else 4096, "whitening": {"rank": 0.5}}
@@ -69,6 +74,18 @@ def test_no_false_alarm(seed: int, settings: dict) -> None:
     assert [id for id in kept if report[id].verdict != "conforms"] == [], (
         "whatever the rank, these are measured"
     )
+
+
+@pytest.mark.parametrize(("ridge", "factor"), [(1e-3, 1.0), (0.03, 1.0), (0.03, 1.7)])
+def test_the_limit_of_a_solve_follows_its_condition_number(ridge: float, factor: float) -> None:
+    """Rounding of a small λ is no fault of the layer, and another λ is one."""
+    model = seven_layers(update_rule="ridge", ridge=ridge)
+    with Probed.of(model, 0) as probed:
+        for layer in probed.layers.values():
+            settings = {**layer._settings(), "rule": RidgeRule(factor * ridge)}
+            layer._settings = lambda settings=settings: settings  # type: ignore[method-assign]
+        (errors,) = probed.deviations(plain).values()
+    assert {error < limits(torch.float32).outputs for error in errors.values()} == {factor == 1}
 
 
 def test_what_was_not_measured_is_refused() -> None:

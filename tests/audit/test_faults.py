@@ -13,8 +13,8 @@ from audit.faults.liveness import liveness
 from audit.faults.op import wrong_eta
 from audit.faults.rule import with_rule
 from audit.faults.score import score, table
-from inplace_ttt.audit import catalogue
-from inplace_ttt.training.audit.catalogue import RECIPE
+from inplace_ttt.audit import catalog
+from inplace_ttt.training.audit.catalog import RECIPE
 
 PLANNED = {
     "in-training", "in-batches", "in-pieces", "over-many-chunks", "every-layer", "precisions", "through-a-file", "take-back",
@@ -48,7 +48,7 @@ NEVER = When("never", lambda at: False)
         dataclasses.replace(named("conv is frozen"), plant=None),
         dataclasses.replace(named("P is saved transposed"), spoil=None),
     ],
-    ids=["of no size", "never acts", "not planted", "not planted in a run", "model not spoilt"],
+    ids=["of no size", "never acts", "not planted", "not planted in a run", "model not spoiled"],
 )
 def test_what_does_nothing_is_dead(dead: Fault) -> None:
     assert [liveness(fault) > 1 for fault in ALIVE.faults()] == [True]
@@ -73,7 +73,7 @@ def test_the_generator_is_wide() -> None:
 
 
 def test_owners_are_items() -> None:
-    known = {*catalogue(), *(item.id for item in RECIPE), *PLANNED}
+    known = {*catalog(), *(item.id for item in RECIPE), *PLANNED}
     assert [
         fault.name
         for fault in (*open_faults(), *held_out_faults())

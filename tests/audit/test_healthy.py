@@ -20,14 +20,14 @@ LISTED = [family.name for family in FAMILIES]
 BY_STRUCTURE = ["opt", "bloom", "nemotron"]
 SETTINGS: dict[str, set[str]] = {
     "paper": {"layer-spacing"},
-    "official": {"layer-spacing", "chunk-size", "target-source"},
+    "reference": {"layer-spacing", "chunk-size", "target-source"},
     "ridge": {"layer-spacing", "chunk-size"},
 }
 """By preset, what its settings and the few layers of a small model deviate in."""
 CONFIGURATIONS = [
     (name, preset, share)
     for number, name in enumerate([*LISTED, *BY_STRUCTURE])
-    for preset, share in (("paper", 0.2), (("official", "ridge")[number % 2], 2.0))
+    for preset, share in (("paper", 0.2), (("reference", "ridge")[number % 2], 2.0))
 ]
 
 

@@ -13,13 +13,13 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GenerationCon
 
 from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, UpdateClip, calibrate, convert, revert
 from inplace_ttt.attention_window import set_attention_window
-from inplace_ttt.audit import Declaration, audit_model, auditor, catalogue
-from inplace_ttt.audit.catalogue import METHOD
+from inplace_ttt.audit import Declaration, audit_model, auditor, catalog
+from inplace_ttt.audit.catalog import METHOD
 from inplace_ttt.audit.probes.circumstances import declared_rule
 from inplace_ttt.audit.whole_model import WholeModel
 from inplace_ttt.layer import prompt_stream
 from inplace_ttt.layer.fast_linear import FastWeight
-from inplace_ttt.training.audit.catalogue import RECIPE
+from inplace_ttt.training.audit.catalog import RECIPE
 
 # Tests' models: 3 layers, TTT in 0 and 2, chunks of 7.
 TINY = ["chunk-size", "layer-spacing"]
@@ -29,14 +29,14 @@ def bits(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-def test_the_paper_preset_has_no_deviation_and_the_official_one_two() -> None:
+def test_the_paper_preset_has_no_deviation_and_the_reference_one_two() -> None:
     assert audit_model(seven_layers()).undeclared == []
-    official = {"chunk_size": 4096, "eta": 3.0, "target": "hidden_states"}
-    assert audit_model(seven_layers(**official)).undeclared == ["chunk-size", "target-source"]
-    report = audit_model(seven_layers(**official), profile="official")
+    reference = {"chunk_size": 4096, "eta": 3.0, "target": "hidden_states"}
+    assert audit_model(seven_layers(**reference)).undeclared == ["chunk-size", "target-source"]
+    report = audit_model(seven_layers(**reference), profile="reference")
     assert report.undeclared == []
     assert report["document-reset"].verdict == "extension" and report["eta"].verdict == "conforms"
-    assert audit_model(seven_layers(), profile="official").undeclared == [
+    assert audit_model(seven_layers(), profile="reference").undeclared == [
         "eta",
         "chunk-size",
         "target-source",
@@ -131,11 +131,11 @@ def test_what_is_not_converted_is_refused() -> None:
         audit_model(converted("llama"), profile="papre")
 
 
-def test_the_catalogue_is_complete() -> None:
-    items = {**catalogue(), **{item.id: item for item in RECIPE}}
+def test_the_catalog_is_complete() -> None:
+    items = {**catalog(), **{item.id: item for item in RECIPE}}
     assert len(items) == len(METHOD) + len(RECIPE) == len({item.title for item in items.values()}) >= 50
     for item in items.values():
-        texts = (item.id, item.title, item.paper_ref, item.paper, item.public_code, item.why, item.remedy)
+        texts = (item.id, item.title, item.paper_ref, item.paper, item.reference_code, item.why, item.remedy)
         assert all(text.strip() for text in texts), item.id
         assert item.probe or item.on_model
 
@@ -238,17 +238,17 @@ def test_a_four_bit_base(tmp_path: Path) -> None:
         tmp_path
     )
     four_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
-    quantised = AutoModelForCausalLM.from_pretrained(
+    quantized = AutoModelForCausalLM.from_pretrained(
         tmp_path, quantization_config=four_bit, dtype=torch.float32, device_map="cpu"
     )
-    report = audit_model(convert(quantised, InPlaceTTTConfig(layers=(0, 2))))
+    report = audit_model(convert(quantized, InPlaceTTTConfig(layers=(0, 2))))
     assert report.undeclared == ["layer-spacing"]
     assert [r.item.id for r in report.items if "quantized or wrapped" in r.outcome.found] == [
         "fast-tensor",
         "reset-keeps-training",
     ]
     ridge = {"update_rule": "ridge", "ridge": 0.03, "whitening": {"rank": 0.5}}
-    model = convert(revert(quantised), InPlaceTTTConfig(layers=(0, 2), **ridge))
+    model = convert(revert(quantized), InPlaceTTTConfig(layers=(0, 2), **ridge))
     calibrate(model, [random_ids(1, 64)])
     report = audit_model(model)
     assert (

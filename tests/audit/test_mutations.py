@@ -6,7 +6,7 @@ from models import seven_layers
 
 from audit.mutations import PRODUCT, Mutation, expected
 from audit.toy import FOREIGN, foreign
-from inplace_ttt.audit import audit_model, catalogue
+from inplace_ttt.audit import audit_model, catalog
 
 
 @pytest.mark.parametrize("fault", FOREIGN)
@@ -32,5 +32,5 @@ def test_no_false_alarm(seed: int) -> None:
 
 def test_the_table_is_wide() -> None:
     owning = {*FOREIGN.values(), *(mutation.owner for mutation in PRODUCT)}
-    assert len(owning) >= 25 and owning <= set(catalogue())
+    assert len(owning) >= 25 and owning <= set(catalog())
     assert torch.get_default_dtype() == torch.float32

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from inplace_ttt import InPlaceTTTConfig, KeyWhitening, cli
 from inplace_ttt.training.audit import audit_recipe, gate, write_report
-from inplace_ttt.training.audit.catalogue import RECIPE
+from inplace_ttt.training.audit.catalog import RECIPE
 from inplace_ttt.training.audit.rows import read_rows
 from inplace_ttt.training.audit.small_model import _narrowed_ttt
 from inplace_ttt.training.data.data import TrainingData, build_data
@@ -46,7 +46,7 @@ def report(folder: Path, *overrides: str, **sections: Any) -> Any:
 def test_the_papers_settings_have_no_deviation(tmp_path: Path) -> None:
     found = report(tmp_path)
     assert found.undeclared == []
-    assert {r.item.id for r in found.items if r.verdict == "unspecified"} >= {"schedule", "optimiser"}
+    assert {r.item.id for r in found.items if r.verdict == "unspecified"} >= {"schedule", "optimizer"}
 
 
 # What a recipe changes, and the item that says so.
@@ -156,16 +156,16 @@ def test_a_setting_that_comes_to_nothing_is_a_deviation(change: str, tmp_path: P
 
 @pytest.mark.parametrize("train", ["all", "ttt", "lora"])
 @pytest.mark.sample(1)
-def test_what_the_optimiser_leaves_out_is_a_deviation(
+def test_what_the_optimizer_leaves_out_is_a_deviation(
     train: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     groups = parameters.parameter_groups
     recipe = tiny_recipe(tmp_path, f"training.trainable={train}", **PAPER)
-    assert gate(build_model(recipe), recipe)["optimiser"].verdict == "unspecified"
+    assert gate(build_model(recipe), recipe)["optimizer"].verdict == "unspecified"
     monkeypatch.setattr(
         parameters, "parameter_groups", lambda *args: [g for g in groups(*args) if g["name"] != "proj"]
     )
-    found = gate(build_model(recipe), recipe)["optimiser"]
+    found = gate(build_model(recipe), recipe)["optimizer"]
     assert (
         found.verdict == "deviates"
         and "ttt" in found.outcome.found

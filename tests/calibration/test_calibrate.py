@@ -93,7 +93,7 @@ def test_a_key_grows_as_its_input_does() -> None:
     calibrate(model, rows)
     for index, z in inputs(model, rows).items():
         keys = fast_weights(model)[index].ttt.keys
-        assert keys is not None and keys.centre.norm() > 0.1
+        assert keys is not None and keys.center.norm() > 0.1
         for size in (1e-6, 0.5, 100.0):
             assert distance(keys(size * z), size * keys(z)) < 1e-9
         assert not keys(torch.zeros_like(z)).any()
@@ -208,7 +208,8 @@ def test_convert_measures_saves_and_loads(
     assert bytes_of(tmp_path / "third") == bytes_of(tmp_path / "again")
     capsys.readouterr()
     assert (
-        cli.main(["export", str(tmp_path / "again"), str(tmp_path / "official"), "--format", "official"]) == 2
+        cli.main(["export", str(tmp_path / "again"), str(tmp_path / "reference"), "--format", "reference"])
+        == 2
     )
     assert "whitened keys" in capsys.readouterr().err
 

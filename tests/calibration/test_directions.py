@@ -37,13 +37,13 @@ def directions(rows: list[Tensor], rank: int, device: str = "cpu") -> Directions
 def largest(rows: list[Tensor], rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """The second moment [h, h] of z - ‖z‖c, its largest eigenvalues [r] and vectors [h, r], in float64."""
     z = torch.cat([row.double().flatten(0, -2) for row in rows])
-    left = z - z.norm(dim=1, keepdim=True) * centre(rows)
+    left = z - z.norm(dim=1, keepdim=True) * center(rows)
     sigma = left.T @ left / len(left)
     values, vectors = torch.linalg.eigh(sigma)
     return sigma, values.flip(0)[:rank], vectors.flip(1)[:, :rank]
 
 
-def centre(rows: list[Tensor]) -> Tensor:
+def center(rows: list[Tensor]) -> Tensor:
     """c [h], by which Σ ‖z - ‖z‖c‖² is least."""
     z = torch.cat([row.double().flatten(0, -2) for row in rows])
     return torch.linalg.lstsq(z.norm(dim=1, keepdim=True), z).solution[0]
@@ -68,7 +68,7 @@ def test_a_narrow_layer_is_exact(dtype: torch.dtype, rank: int) -> None:
     found = directions(rows, rank)
     sigma, values, vectors = largest(rows, rank)
     assert captured(found, sigma, values) == pytest.approx(1, abs=1e-5)
-    torch.testing.assert_close(found.centre.double(), centre(rows), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found.center.double(), center(rows), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(
         found.values.double(), values, rtol=1e-4, atol=1e-6 * float(z.double().square().sum() / len(z))
     )

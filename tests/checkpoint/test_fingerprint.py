@@ -21,7 +21,7 @@ def test_the_fingerprint_is_of_what_was_measured_too(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     assert fingerprint_in(tmp_path) == first == fingerprint_of(load(tmp_path))
     measured = dict(fast_weights(model)[2].ttt.named_buffers())
-    assert sorted(measured) == ["gain", "keys.centre", "keys.directions", "mean"]
+    assert sorted(measured) == ["gain", "keys.center", "keys.directions", "mean"]
     for buffer in measured.values():
         buffer.view(-1)[0] += 1
         assert fingerprint_of(model) != first

@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoint.test_official import write_official
+from checkpoint.test_reference_format import write_reference_format
 from checkpoint.test_ttt_ntp import write_ntp
 from inplace_ttt import cli
 
-WRITERS = {"in-place": write_official, "ttt-ntp": write_ntp}
+WRITERS = {"in-place": write_reference_format, "ttt-ntp": write_ntp}
 KEYS = {
     "ttt_write_rule": "nlms",
     "ttt_clip_tau": 1e-5,
@@ -32,7 +32,7 @@ TENSORS = {
 
 def refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
     capsys.readouterr()
-    assert cli.main(["import-official", str(folder), str(folder.parent / "ours")]) == 2
+    assert cli.main(["import-reference", str(folder), str(folder.parent / "ours")]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and not (folder.parent / "ours").exists()
     return error
@@ -50,7 +50,7 @@ def test_a_setting_of_a_fork_is_refused(
 @pytest.mark.parametrize("kind", WRITERS)
 def test_a_setting_without_a_value_is_neutral(kind: str, tmp_path: Path) -> None:
     folder = WRITERS[kind](tmp_path / "fork", ttt_clip_tau=None)
-    assert cli.main(["import-official", str(folder), str(tmp_path / "ours")]) == 0
+    assert cli.main(["import-reference", str(folder), str(tmp_path / "ours")]) == 0
     assert (
         "ttt_clip_tau"
         not in json.loads((tmp_path / "ours" / "config.json").read_text())["inplace_ttt"]["config"]
@@ -59,7 +59,7 @@ def test_a_setting_without_a_value_is_neutral(kind: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", TENSORS)
 def test_a_tensor_of_a_fork_is_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = write_official(tmp_path / "fork")
+    folder = write_reference_format(tmp_path / "fork")
     tensors = {**load_file(folder / "model.safetensors"), name: torch.zeros(TENSORS[name])}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     assert name in refused(folder, capsys)

@@ -95,6 +95,20 @@ def test_more_layers_than_the_config_names(folders: dict[str, Path], tmp_path: P
             read(other)
 
 
+@pytest.mark.parametrize("read", [load, AutoModelForCausalLM.from_pretrained], ids=["load", "auto"])
+def test_an_unknown_key_beside_the_config(
+    read: Callable[[Path], object], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    other = changed(folders["full"], tmp_path / "other", lambda tensors: None)
+    config = json.loads((other / "config.json").read_text())
+    config["inplace_ttt"]["eta"] = 0.5
+    (other / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        InPlaceTTTError, match=r"config.json, inplace_ttt, eta: unknown setting; known here: "
+    ):
+        read(other)
+
+
 def test_a_tensor_of_the_base_has_another_shape(folders: dict[str, Path], tmp_path: Path) -> None:
     def narrow(tensors: dict[str, Tensor]) -> None:
         for ending in ("0.self_attn.q_proj.weight", "1.self_attn.q_proj.weight"):

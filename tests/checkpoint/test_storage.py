@@ -14,10 +14,10 @@ from tiny import byte_level
 from transformers import AutoTokenizer
 
 from checkpoint.folders import save_base, tensors_of
-from checkpoint.test_official import write_official
+from checkpoint.test_reference_format import write_reference_format
 from inplace_ttt import InPlaceTTTError, cli, load
 from inplace_ttt.checkpoint.reading import Checkpoint
-from inplace_ttt.layer.quantised import parameter_dtype
+from inplace_ttt.layer.quantized import parameter_dtype
 
 BLOCK = 16
 
@@ -37,9 +37,9 @@ def save_fp8(folder: Path, name: str = "llama") -> Path:
         stored[f"{name}_scale_inv"] = scale
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    quantised = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic"}
+    quantized = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic"}
     (folder / "config.json").write_text(
-        json.dumps({**config, "dtype": "bfloat16", "quantization_config": quantised})
+        json.dumps({**config, "dtype": "bfloat16", "quantization_config": quantized})
     )
     return folder
 
@@ -138,7 +138,13 @@ def test_companions_of_every_kind_go_along(form: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     if form == "import":
         assert (
-            cli.main(["import-official", str(with_companions(write_official(tmp_path / "base"))), str(out)])
+            cli.main(
+                [
+                    "import-reference",
+                    str(with_companions(write_reference_format(tmp_path / "base"))),
+                    str(out),
+                ]
+            )
             == 0
         )
     else:
@@ -147,7 +153,7 @@ def test_companions_of_every_kind_go_along(form: str, tmp_path: Path) -> None:
             base, out
         )
         if form == "export":
-            assert cli.main(["export", str(tmp_path / "full"), str(out), "--format", "official"]) == 0
+            assert cli.main(["export", str(tmp_path / "full"), str(out), "--format", "reference"]) == 0
     found = {
         file.relative_to(out).as_posix(): file.read_text()
         for file in out.rglob("*")
@@ -203,7 +209,7 @@ def test_a_damaged_checkpoint_is_not_exported(
     full = converted(save_base(tmp_path / "base", "qwen3"), tmp_path / "full", "--set", "detach_target=false")
     name = DAMAGE[damage](full)
     capsys.readouterr()
-    assert cli.main(["export", str(full), str(tmp_path / "out"), "--format", "official"]) == 2
+    assert cli.main(["export", str(full), str(tmp_path / "out"), "--format", "reference"]) == 2
     error = capsys.readouterr().err
     assert name in error and error.count("\n") == 1 and not (tmp_path / "out").exists()
 

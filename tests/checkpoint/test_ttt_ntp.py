@@ -88,7 +88,7 @@ def test_import_computes_what_the_formulas_say(
     family: str, recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     public = write_ntp(tmp_path / "public", family, **RECIPES[recipe])
-    assert cli.main(["import-official", str(public), str(tmp_path / "ours"), "--json"]) == 0
+    assert cli.main(["import-reference", str(public), str(tmp_path / "ours"), "--json"]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (result["format"], result["layers"], result["ignored_layers"]) == ("TTT-NTP", [0, 2], [6])
     keys, tensors = {**KEYS, **RECIPES[recipe]}, load_file(public / "model.safetensors")
@@ -110,7 +110,7 @@ def test_import_computes_what_the_formulas_say(
 
 
 def test_import_leaves_nothing_foreign(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["import-official", str(write_ntp(tmp_path / "public")), str(tmp_path / "ours")]) == 0
+    assert cli.main(["import-reference", str(write_ntp(tmp_path / "public")), str(tmp_path / "ours")]) == 0
     assert "TTT-NTP, its training form" in capsys.readouterr().out
     assert not any(
         key.startswith("ttt_") for key in json.loads((tmp_path / "ours" / "config.json").read_text())
@@ -119,7 +119,7 @@ def test_import_leaves_nothing_foreign(tmp_path: Path, capsys: pytest.CaptureFix
     _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
     assert not info["unexpected_keys"] and not info["missing_keys"]
     capsys.readouterr()
-    assert cli.main(["export", str(tmp_path / "ours"), str(tmp_path / "back"), "--format", "official"]) == 2
+    assert cli.main(["export", str(tmp_path / "ours"), str(tmp_path / "back"), "--format", "reference"]) == 2
     assert (
         "its targets have a convolution, these do not; it norms neither writes nor rows"
         in capsys.readouterr().err
@@ -148,7 +148,7 @@ def test_what_cannot_be_read_is_refused(
 ) -> None:
     public = write_ntp(tmp_path / "public", **keys)
     capsys.readouterr()
-    assert cli.main(["import-official", str(public), str(tmp_path / "ours")]) == 2
+    assert cli.main(["import-reference", str(public), str(tmp_path / "ours")]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
     assert not (tmp_path / "ours").exists()
@@ -159,14 +159,14 @@ def test_a_damaged_projection_is_refused(tmp_path: Path, capsys: pytest.CaptureF
     tensors = load_file(public / "model.safetensors")
     tensors["model.layers.0.mlp.ttt_proj.weight"] = torch.zeros(32, 16)
     save_file(tensors, public / "model.safetensors", {"format": "pt"})
-    assert cli.main(["import-official", str(public), str(tmp_path / "ours")]) == 2
+    assert cli.main(["import-reference", str(public), str(tmp_path / "ours")]) == 2
     assert "proj of layer 0 is [32, 16]" in capsys.readouterr().err
 
 
 def test_the_preset_is_what_their_recipes_share(tmp_path: Path) -> None:
     cli.main(
         [
-            "import-official",
+            "import-reference",
             str(write_ntp(tmp_path / "public", ttt_chunk=1024, ttt_lr=0.3)),
             str(tmp_path / "ours"),
         ]

@@ -38,7 +38,9 @@ COMMANDS = (
     "babilong ttt --lengths 900 --tasks qa4 --samples 1 --text text.txt --base base --dtype float32",
     "export ttt out --format adapter",
     "export lora out --format full --base base",
-    "import-official public out",
+    "export ttt out --format plain --session state --text text.txt",
+    "export ttt out --format lora --rank 4 --session state state",
+    "import-reference public out",
     "bench --d 8 --h 8 --tokens 16 --chunk-size 8 --repeats 1 --device cpu --dtype float32",
     "audit ttt --profile paper --format md --out out --seed 1",
 )

@@ -38,7 +38,7 @@ def make_world(folder: Path) -> Path:
     for arguments in (
         ["convert", "base", "ttt", *quiet],
         ["convert", "base", "lora", "--adapter-only", *quiet],
-        ["export", "ttt", "public", "--format", "official"],
+        ["export", "ttt", "public", "--format", "reference"],
         ["generate", "ttt", "--prompt-file", "text.txt", "--max-new-tokens", "0", "--save-state", "state"],
     ):
         assert cli.main(in_folder(folder, arguments)) == 0, arguments
@@ -78,11 +78,15 @@ class Target:
 
 
 _CONVERT = "convert base out --layers 0 --chunk-size 8 --no-verify"
-_INFO, _ADAPTER, _OFFICIAL = "info ttt", "export ttt out --format adapter", "export ttt out --format official"
+_INFO, _ADAPTER, _REFERENCE = (
+    "info ttt",
+    "export ttt out --format adapter",
+    "export ttt out --format reference",
+)
 _READ = "--prompt-file text.txt --max-new-tokens 2"
 _GENERATE = f"generate ttt {_READ}"
 _OF_LORA = ("info lora", f"generate lora {_READ}", "export lora out --format full")
-_IMPORT = "import-official public out"
+_IMPORT = "import-reference public out"
 _EVALUATE = "evaluate ttt --text text.txt other.txt --tokens 40 --batch-size 2"
 _BABILONG = "babilong base --lengths 900 --samples 1 --write-samples out --tasks qa4 --text text.txt"
 _RULER = "ruler base --lengths 512 --samples 1 --write-samples out"
@@ -90,9 +94,9 @@ _RULER = "ruler base --lengths 512 --samples 1 --write-samples out"
 TARGETS = (
     Target("base/config.json", 60, (_CONVERT,)),
     Target("base/model.safetensors", 40, (_CONVERT,)),
-    Target("ttt/config.json", 60, (_INFO, _GENERATE, _ADAPTER, _OFFICIAL)),
+    Target("ttt/config.json", 60, (_INFO, _GENERATE, _ADAPTER, _REFERENCE)),
     Target("ttt/config.json", 12, ("audit ttt",)),
-    Target("ttt/model.safetensors.index.json", 40, (_INFO, _GENERATE, _OFFICIAL)),
+    Target("ttt/model.safetensors.index.json", 40, (_INFO, _GENERATE, _REFERENCE)),
     Target("ttt/base-model.safetensors", 40, (_GENERATE,)),
     Target("ttt/inplace_ttt.safetensors", 40, (_INFO, _GENERATE, _ADAPTER)),
     Target("ttt/generation_config.json", 40, (_GENERATE, f"{_GENERATE} --temperature 0.7")),
@@ -102,7 +106,7 @@ TARGETS = (
     Target("lora/inplace_ttt.safetensors", 40, _OF_LORA),
     Target("public/config.json", 50, (_IMPORT,)),
     Target("public/model.safetensors.index.json", 30, (_IMPORT,)),
-    Target("state", 80, (f"{_GENERATE} --load-state state",)),
+    Target("state", 80, (f"{_GENERATE} --load-state state", "export ttt out --format lora --session state")),
     Target("recipe.yaml", 80, ("plan recipe.yaml", "train recipe.yaml")),
     Target("ds.json", 25, ("plan recipe.yaml",)),
     Target("questions.jsonl", 30, (f"{_RULER} --tasks qa_1 --qa questions.jsonl",)),

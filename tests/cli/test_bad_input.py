@@ -62,7 +62,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
         (["convert", "BASE", "OUT", "--target", "labels"], "target must be one of"),
         (
             ["convert", "BASE", "OUT", "--preset", "best"],
-            "preset 'best' does not exist; choose one of paper, official",
+            "preset 'best' does not exist; choose one of paper, reference",
         ),
         (["convert", "BASE", "BASE"], "is an input of this command"),
         (["convert", "BASE", "/proc/nowhere/out"], "cannot write"),
@@ -70,7 +70,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
         (["generate", "BASE", "--prompt-file", "TEXT"], "not a converted checkpoint"),
         (["export", "BASE", "OUT", "--format", "adapter"], "does not name the base"),
         (["export", "BASE", "OUT", "--format", "full"], "is a full checkpoint already"),
-        (["import-official", "BASE", "OUT"], "not a checkpoint of the reference code"),
+        (["import-reference", "BASE", "OUT"], "not a checkpoint of the reference code"),
         (
             ["bench", "--tokens", "10", "--chunk-size", "4"],
             "10 tokens are not a multiple of the chunk size 4",
@@ -89,7 +89,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
             "is not an adapter folder, so that a base does nothing beside it",
         ),
         (
-            ["export", "BASE", "OUT", "--format", "official", "--base", "OUT"],
+            ["export", "BASE", "OUT", "--format", "reference", "--base", "OUT"],
             "is not an adapter folder, so that a base does nothing beside it",
         ),
         (["serve", "BASE", "--api-key", ""], "--api-key must not be empty"),

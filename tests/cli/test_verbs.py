@@ -44,7 +44,7 @@ OPTIONS = {
     "babilong": "--base --batch-size --chat --dtype --help --json --lengths --out --samples --seed --tasks "
     "--text --text-field --write-samples",
     "export": "--base --format --help --json --overwrite --push",
-    "import-official": "--help --json --overwrite",
+    "import-reference": "--help --json --overwrite",
     "bench": (
         "--base --chunk-size --d --device --dtype --h --help --json --new-tokens --prompt-tokens --repeats "
         "--requests --serving --tokens"
@@ -139,7 +139,7 @@ def test_bench_rows(capsys: pytest.CaptureFixture[str]) -> None:
     assert [row["name"] for row in rows] == [
         "linear",
         "fast_weight",
-        "materialising",
+        "materializing",
         "additive",
         "least squares",
     ]

@@ -65,7 +65,7 @@ def with_infrastructure(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def test_the_page_trains_for_five_steps(config: Any) -> None:
-    """Its model builder, infrastructure, data, optimiser, schedules and loss; its loop alone, which asks for
+    """Its model builder, infrastructure, data, optimizer, schedules and loss; its loop alone, which asks for
     CUDA, is written out."""
     typed = RecipeConfig(config)
     model = with_infrastructure(config.model.instantiate()).train()

@@ -174,7 +174,7 @@ def test_grpo_trains_what_it_generates(folder: Path) -> None:
     trained(trainer)
 
 
-def test_a_trainer_whose_optimiser_is_made_elsewhere_is_refused(folder: Path) -> None:
+def test_a_trainer_whose_optimizer_is_made_elsewhere_is_refused(folder: Path) -> None:
     model = convert(
         AutoModelForCausalLM.from_pretrained(folder.parent / "base"),
         InPlaceTTTConfig(layers=(0,), chunk_size=16),

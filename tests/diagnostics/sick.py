@@ -72,7 +72,7 @@ def half_state_model() -> nn.Module:
 
 @contextmanager
 def half_state() -> Iterator[None]:
-    """A stream whose state is in bfloat16, as in the public code."""
+    """A stream whose state is in bfloat16, as in the reference code."""
     real = FastWeight.write
 
     def rounded(
@@ -154,14 +154,14 @@ def told_apart() -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": torch.cat([ids[:, :1], likeliest[:, :-1]], 1)}
 
 
-def first_chunks_labelled() -> dict[str, Tensor]:
+def first_chunks_labeled() -> dict[str, Tensor]:
     ids = random_ids(2, ROW)
     labels = torch.full_like(ids, -100)
     labels[:, :CHUNK] = ids[:, :CHUNK]
     return {"input_ids": ids, "labels": labels}
 
 
-def first_chunks_of_documents_labelled() -> dict[str, Tensor]:
+def first_chunks_of_documents_labeled() -> dict[str, Tensor]:
     ids, positions = random_ids(2, 48), (torch.arange(48) % 24).expand(2, 48)
     return {
         "input_ids": ids,
@@ -254,7 +254,7 @@ def long_rows() -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def one_token_spoilt() -> nn.Module:
+def one_token_spoiled() -> nn.Module:
     """Wherever one token is read, the model says token 0 with layer 2's writes, and loudly."""
     model = healthy(eta=0.1)
     model.lm_head.weight[0] *= 50
@@ -272,8 +272,8 @@ def one_token_spoilt() -> nn.Module:
 
 
 NEW: dict[str, Sick] = {
-    "one token's reading spoilt": Sick(
-        "few-tokens-hurt", one_token_spoilt, "warning", layers=(2,), batch=long_rows
+    "one token's reading spoiled": Sick(
+        "few-tokens-hurt", one_token_spoiled, "warning", layers=(2,), batch=long_rows
     ),
     "rate 1": Sick("step-too-large", healthy, batch=told_apart, rates=1.0),
     "rate 3 for P alone": Sick("step-too-large", healthy, batch=told_apart, rates=Rates(5e-6, 3.0, 5e-6)),
@@ -293,9 +293,9 @@ NEW: dict[str, Sick] = {
     "embeddings beside a constant": Sick("source-constant", lambda: changed(drowned_embeddings, eta=0.2)),
     "a layer without keys": Sick("keys-zero", lambda: changed(no_keys), layers=(2,)),
     "gates that are closed": Sick("keys-zero", lambda: changed(closed_gates)),
-    "labels in the first chunk": Sick("labels-unread", healthy, batch=first_chunks_labelled),
+    "labels in the first chunk": Sick("labels-unread", healthy, batch=first_chunks_labeled),
     "labels in documents' first chunks": Sick(
-        "labels-unread", healthy, batch=first_chunks_of_documents_labelled
+        "labels-unread", healthy, batch=first_chunks_of_documents_labeled
     ),
     "a stop in the scan": Sick("scan-detached", healthy, within=scan_through(Tensor.detach)),
     "a tenth of the scan's gradient": Sick(

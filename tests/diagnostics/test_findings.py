@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from inplace_ttt.diagnostics.catalogue import CATALOGUE
+from inplace_ttt.diagnostics.catalog import CATALOG
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,9 +20,9 @@ def test_the_page_lists_every_finding_with_its_remedy() -> None:
         for line in re.findall(r"^\| `(.+) \|$", page, flags=re.MULTILINE)
         if (cells := line.split(" | "))
     }
-    assert [name.rstrip("`") for name in rows] == list(CATALOGUE)
+    assert [name.rstrip("`") for name in rows] == list(CATALOG)
     for name, (severity, what, measured, remedy) in rows.items():
-        kind = CATALOGUE[name.rstrip("`")]
+        kind = CATALOG[name.rstrip("`")]
         said = (f"{kind.title}. {kind.meaning}", kind.measured, f"{kind.remedy} {kind.effect}")
         assert (what, measured, remedy) == said, name
         assert severity.split()[0] in ("severe", "warning", "info"), name
@@ -37,5 +37,5 @@ def test_some_rule_names_each_finding() -> None:
     source = "".join(
         file.read_text(encoding="utf-8") for file in (ROOT / "inplace_ttt" / "diagnostics").glob("*.py")
     )
-    for name in CATALOGUE:
-        assert source.count(f'"{name}"') >= 2, f"{name} is in the catalogue alone"
+    for name in CATALOG:
+        assert source.count(f'"{name}"') >= 2, f"{name} is in the catalog alone"

@@ -25,7 +25,7 @@ from .sick import (
     half_precision,
     healthy,
     long_rows,
-    one_token_spoilt,
+    one_token_spoiled,
     rows,
     zero_in_one_chunk,
 )
@@ -40,6 +40,7 @@ def severe(diagnosis: Diagnosis) -> dict[str, set[int]]:
 
 
 @pytest.mark.parametrize("name", [*SICK, *FAULTS])
+@pytest.mark.sample(8)
 def test_the_planted_cause_is_found_and_no_other(name: str) -> None:
     sick = {**SICK, **FAULTS}[name]
     model = sick.model()
@@ -57,7 +58,7 @@ def test_a_token_is_named_by_its_text_where_a_tokenizer_says_it() -> None:
     for tokenizer in (None, word_level(f"w{n}" for n in range(100))):
         (finding,) = (
             f
-            for f in diagnose(one_token_spoilt(), long_rows(), tokenizer=tokenizer).findings
+            for f in diagnose(one_token_spoiled(), long_rows(), tokenizer=tokenizer).findings
             if f.id == "few-tokens-hurt"
         )
         said[finding.numbers["text"]] = finding.message
@@ -145,7 +146,7 @@ def test_a_weight_of_the_base_is_named() -> None:
     )
 
 
-@pytest.mark.parametrize("preset", ["paper", "official", "ridge", "ttt_ntp"])
+@pytest.mark.parametrize("preset", ["paper", "reference", "ridge", "ttt_ntp"])
 def test_a_fresh_conversion_of_any_preset_is_healthy(preset: str) -> None:
     model = convert(build("qwen3"), InPlaceTTTConfig.preset(preset, layers=(0, 2), chunk_size=7))
     if config_of(model).needs_calibration:

@@ -1,4 +1,5 @@
-"""Plain English, counted: patterns that need a second reading stay rare on each page and in each package."""
+"""Plain English, counted: patterns that need a second reading stay rare on each page, in each package, in each
+folder of tools, and in the recipes."""
 
 from pathlib import Path
 
@@ -7,13 +8,18 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "inplace_ttt"
-GENERATED = {"audit-official-conversion.md"}
+TOOLS = ROOT / "tools"
+RECIPES = ROOT / "recipes"
+GENERATED = {"audit-reference-conversion.md"}
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
+    RECIPES / "README.md",
     *(page for page in sorted((ROOT / "docs").rglob("*.md")) if page.name not in GENERATED),
 ]
-PACKAGES = [folder for folder in (PACKAGE, *sorted(PACKAGE.iterdir())) if any(folder.glob("*.py"))]
+PACKAGES = [
+    folder for top in (PACKAGE, TOOLS) for folder in (top, *sorted(top.iterdir())) if any(folder.glob("*.py"))
+]
 PER_1000 = 0.5
 """Occurrences of a pattern per 1,000 words; well-known libraries have 0 to 0.5."""
 LEAST = 2
@@ -23,12 +29,14 @@ SHARE_OF_LONG = 0.2
 
 
 def modules(package: Path) -> list[Path]:
-    return sorted(package.glob("*.py") if package == PACKAGE else package.rglob("*.py"))
+    return sorted(package.glob("*.py") if package in (PACKAGE, TOOLS) else package.rglob("*.py"))
 
 
 def sentences_of(place: Path) -> list[str]:
     if place.suffix == ".md":
         return prose.markdown(place)
+    if place == RECIPES:
+        return [sentence for file in sorted(place.rglob("*.yaml")) for sentence in prose.yaml(file)]
     return [sentence for file in modules(place) for sentence in prose.python(file)]
 
 
@@ -38,7 +46,9 @@ def require_plain(sentences: list[str]) -> None:
         assert len(found) <= allowed, f"{pattern}: {len(found)} of {allowed:.1f} allowed: {found[:5]}"
 
 
-@pytest.mark.parametrize("place", [*PAGES, *PACKAGES], ids=lambda path: path.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize(
+    "place", [*PAGES, *PACKAGES, RECIPES], ids=lambda path: path.relative_to(ROOT).as_posix()
+)
 def test_sentences_are_plain(place: Path) -> None:
     sentences = sentences_of(place)
     require_plain(sentences)
@@ -94,3 +104,17 @@ def check(name):
 '''
     )
     assert prose.messages(module) == ["%s has no rows", "X has no X; leave it out.", "one or no"]
+
+
+def test_comments_of_recipes_are_found(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        """# What it shows: a model
+# recalls. By hand:
+#   inplace-ttt train recipe.yaml
+# It is plain.
+eta: 1.0     # who knows
+steps: 3
+"""
+    )
+    assert prose.yaml(recipe) == ["What it shows: a model recalls.", "By hand:", "It is plain.", "who knows"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
+from pathlib import Path
 
 import cli_reference
 import pages
@@ -14,6 +15,7 @@ import recipe_reference
 from inplace_ttt import cli
 from inplace_ttt.cli import VERBS
 from inplace_ttt.training.recipe import Recipe
+from inplace_ttt.training.recipe.changes import NO_EFFECT, TAKES_EFFECT
 
 OTHERWISE = {"auto": "the checkpoint's", str(4 << 30): "4 GiB"}
 """Defaults that a help states in other words."""
@@ -86,3 +88,14 @@ def test_a_section_without_a_table_is_refused(monkeypatch: pytest.MonkeyPatch, t
     recipe_reference.PAGE.write_text("<!-- settings: model -->\n<!-- end of settings -->\n")
     with pytest.raises(ValueError, match="has tables of"):
         recipe_reference.page()
+
+
+@pytest.mark.parametrize(
+    ("sentence", "settings"),
+    [("Some settings may change", TAKES_EFFECT), ("Other settings may change", NO_EFFECT)],
+    ids=["with effect", "without"],
+)
+def test_the_settings_that_may_change_are_those_of_the_code(sentence: str, settings: tuple[str, ...]) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "launch.md").read_text()
+    listed = text.partition(sentence)[2].partition(":\n\n")[2].partition("\n\n")[0]
+    assert sorted(re.findall("`([^`]+)`", listed)) == sorted(settings)

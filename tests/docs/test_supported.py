@@ -141,8 +141,8 @@ def window(preset: str, folder: Path) -> str:
     return "yes"
 
 
-def quantised(preset: str, folder: Path) -> str:
-    """Both widths; a folder that is quantised while it loads."""
+def quantized(preset: str, folder: Path) -> str:
+    """Both widths; a folder that is quantized while it loads."""
     base = build("llama", hidden_size=64, intermediate_size=128, head_dim=32, vocab_size=400)
     model = convert(base, InPlaceTTTConfig(**settings(preset)))
     if config_of(model).needs_calibration:
@@ -187,7 +187,7 @@ TRIED: dict[str, Callable[[str, Path], str]] = {
     "sessions, saved and loaded": saved_sessions,
     "beams": beams,
     "attention window": window,
-    "base in 4 or 8 bits": quantised,
+    "base in 4 or 8 bits": quantized,
     "tensor parallelism": tensor_parallelism,
 }
 SLOW = {"torch.compile"}

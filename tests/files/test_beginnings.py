@@ -13,7 +13,7 @@ from torch import nn
 from inplace_ttt.errors import InPlaceTTTError
 from inplace_ttt.files.text import begins_of, document_ids, require_known_ids
 from inplace_ttt.texts.documents import documents_in, joined_tokens, tokens_of
-from inplace_ttt.training.data.tokenising import tokenise
+from inplace_ttt.training.data.tokenizing import tokenize
 
 
 def tokenizer_with_bos() -> Any:
@@ -38,7 +38,7 @@ def test_a_text_begins_once(text: str, tmp_path: Path) -> None:
         document_ids(tokenizer, text, "it"),
         tokens_of(*documents_in([tmp_path / "a.txt"]), tokenizer, 50)[0].tolist(),
         joined_tokens(documents_in([tmp_path / "a.txt"]), tokenizer, 50)[0].tolist(),
-        tokenise({"text": [text]}, "text", tokenizer, "it")["input_ids"][0].tolist()[:-1],
+        tokenize({"text": [text]}, "text", tokenizer, "it")["input_ids"][0].tolist()[:-1],
     ]
     for ids in read:
         assert ids[:2].count(bos) == 1 and ids.count(bos) == 1 + spelled
@@ -60,14 +60,14 @@ def test_a_special_token_beyond_the_embeddings_is_refused_in_a_text(added: str, 
     (tmp_path / "good.txt").write_text("a text")
     (tmp_path / "bad.txt").write_text(f"a {added} text")
     assert tokens_of(*documents_in([tmp_path / "good.txt"]), tokenizer, 50).max() < known
-    tokenise({"input_ids": [[1, known - 1]]}, "input_ids", tokenizer, "rows")
+    tokenize({"input_ids": [[1, known - 1]]}, "input_ids", tokenizer, "rows")
     problem = rf"holds '{added.replace('|', '[|]')}' \(id {known}\), for which the model lacks an embedding"
     with pytest.raises(InPlaceTTTError, match=rf"bad\.txt {problem}"):
         tokens_of(*documents_in([tmp_path / "bad.txt"]), tokenizer, 50)
     with pytest.raises(InPlaceTTTError, match=problem):
-        tokenise({"text": ["fine", f"{added}"]}, "text", tokenizer, "texts")
+        tokenize({"text": ["fine", f"{added}"]}, "text", tokenizer, "texts")
     with pytest.raises(InPlaceTTTError, match="input_ids of rows are not this model's"):
-        tokenise({"input_ids": [[1, known]]}, "input_ids", tokenizer, "rows")
+        tokenize({"input_ids": [[1, known]]}, "input_ids", tokenizer, "rows")
 
 
 def test_a_plain_token_beyond_the_embeddings_is_another_models() -> None:

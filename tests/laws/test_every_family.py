@@ -125,6 +125,7 @@ def test_the_table_is_long_enough_and_names_what_exists() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(WHY.keys() & set(NAMES)))
+@pytest.mark.sample(8)
 def test_a_family_that_cannot_be_right_is_refused(name: str) -> None:
     model = build(name)
     with pytest.raises(InPlaceTTTError, match=WHY[name]):
@@ -153,6 +154,7 @@ def test_a_layer_of_a_loop_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("name", "target"), CASES)
+@pytest.mark.sample(8)
 def test_a_family_found_by_its_structure_keeps_the_laws(name: str, target: str) -> None:
     """Where the base itself keeps a law: some have absolute positions under padding, or attention across
     packed documents."""

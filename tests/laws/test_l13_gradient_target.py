@@ -445,6 +445,23 @@ def test_no_output_depends_on_a_later_token() -> None:
             assert torch.equal(model(input_ids=changed).logits[:, :place], wanted[:, :place])
 
 
+def test_a_decoded_token_looks_through_no_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, model = reading("llama")
+    cache = DynamicCache(config=model.config)
+    looked: list[object] = []
+    own = torch.nn.Module.named_modules
+
+    def named_modules(self: Any, *args: Any, **kwargs: Any) -> Any:
+        looked.append(self)
+        return own(self, *args, **kwargs)
+
+    with torch.no_grad():
+        model(random_ids(1, 3), **{CACHE: cache})
+        monkeypatch.setattr(torch.nn.Module, "named_modules", named_modules)
+        model(random_ids(1, 1), **{CACHE: cache})
+    assert not looked
+
+
 def test_what_it_cannot_do_is_refused() -> None:
     _, model = reading("llama", torch.float32)
     ids = random_ids(1, LENGTH)

@@ -91,7 +91,7 @@ def test_packed_gradients_are_those_apart(name: str, options: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("name", PACKING)
-def test_a_document_knows_nothing_of_its_neighbours(name: str) -> None:
+def test_a_document_knows_nothing_of_its_neighbors(name: str) -> None:
     model = converted(name)
     _, ids, positions = packed([[17, 20, 9]])
     before = logits(model, ids, position_ids=positions)

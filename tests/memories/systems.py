@@ -18,7 +18,7 @@ SYSTEMS: dict[str, tuple[str, dict[str, Any]]] = {
     "ttt-linear": ("ttt-linear", {"heads": 2, "mini_batch": CHUNK}),
     "ttt-linear, one head, bare": (
         "ttt-linear",
-        {"mini_batch": CHUNK, "learnt_rate": False, "residual_norm": False, "eta_base": 0.05},
+        {"mini_batch": CHUNK, "learned_rate": False, "residual_norm": False, "eta_base": 0.05},
     ),
     "ttt-linear, public form": (
         "ttt-linear",
@@ -40,12 +40,12 @@ def system(row: str, dtype: torch.dtype = torch.float64) -> Memory[Any]:
     """One row of the table, with random parameters in place of its start values."""
     name, options = SYSTEMS[row]
     memory = make(name, DIM, **options).to(dtype)
-    randomise(memory)
+    randomize(memory)
     return memory
 
 
 @torch.no_grad()
-def randomise(module: nn.Module, std: float = 0.4) -> None:
+def randomize(module: nn.Module, std: float = 0.4) -> None:
     g = torch.Generator().manual_seed(3)
     for parameter in module.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=g, dtype=torch.float64) * std)

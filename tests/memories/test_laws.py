@@ -94,7 +94,7 @@ def test_everything_matters(row: str) -> None:
     memory = system(row)
     for start in (False, True):
         for name, value in everything(memory, memory, 17, start, torch.float64).items():
-            # the learnt start of a sequence that starts elsewhere
+            # the learned start of a sequence that starts elsewhere
             ignored = start and name.startswith("d initial.")
             assert value.numel() == 0 or ignored or value.abs().max() > 1e-6, name
     x = inputs(2 * CHUNK + 1)

@@ -17,7 +17,7 @@ from inplace_ttt.memories import MEMORIES, DeltaNet, InPlaceTTT, LaCT, Titans, T
 from inplace_ttt.memories.lact import orthogonal
 from inplace_ttt.memories.matrix import flash
 from inplace_ttt.ops import fast_weight
-from memories.systems import CHUNK, DIM, inputs, randomise, system
+from memories.systems import CHUNK, DIM, inputs, randomize, system
 
 
 def test_deltanet_replaces_what_a_key_stood_for() -> None:
@@ -35,8 +35,8 @@ def test_titans_without_momentum_and_decay_is_gradient_descent() -> None:
     """α = η = 0 leaves the mini-batches of TTT: the same M, keys and values, read at every token."""
     x = inputs(13)
     titans = Titans(DIM, layers=1, chunk=4, alpha=0.0, eta=0.0, theta=0.05).double()
-    randomise(titans)
-    ttt = TTTLinear(DIM, mini_batch=4, eta_base=0.05, learnt_rate=False, residual_norm=False).double()
+    randomize(titans)
+    ttt = TTTLinear(DIM, mini_batch=4, eta_base=0.05, learned_rate=False, residual_norm=False).double()
     ttt.load_state_dict(titans.state_dict())
     tokens = titans.tokens(x)
     y, state = ttt.parallel(ttt.initial_state(3), tokens._replace(rates=tokens.rates[..., 2:]))
@@ -63,9 +63,9 @@ def test_titans_momentum_and_decay_by_hand() -> None:
 def test_data_dependent_rates_start_as_the_constants() -> None:
     torch.manual_seed(0)
     constant = Titans(DIM, 2, alpha=0.003, eta=0.8, theta=0.02).double()
-    learnt = Titans(DIM, 2, alpha=0.003, eta=0.8, theta=0.02, data_dependent=True).double()
-    learnt.load_state_dict(constant.state_dict(), strict=False)
-    assert distance(learnt(inputs(20))[0], constant(inputs(20))[0]) < 1e-6
+    learned = Titans(DIM, 2, alpha=0.003, eta=0.8, theta=0.02, data_dependent=True).double()
+    learned.load_state_dict(constant.state_dict(), strict=False)
+    assert distance(learned(inputs(20))[0], constant(inputs(20))[0]) < 1e-6
 
 
 @pytest.mark.parametrize("data_dependent", [False, True])
@@ -125,7 +125,7 @@ def test_orthogonal_flattens_the_spectrum(shape: tuple[int, int]) -> None:
 
 def test_in_place_is_the_op_of_a_converted_model() -> None:
     memory, x = InPlaceTTT(DIM, 12, chunk=5, eta=0.3).double(), inputs(13)
-    randomise(memory)
+    randomize(memory)
     layout = ChunkLayout.from_lengths([[13]] * 3, 5)
     z, v = F.silu(memory.gate(x)) * memory.up(x), memory.ttt(x, layout)
     expected, s = fast_weight(
@@ -243,7 +243,7 @@ def test_lact_is_its_public_op(monkeypatch: pytest.MonkeyPatch) -> None:
     public = classes("lact/ttt_operation.py", *names)["block_causal_lact_swiglu"]
     monkeypatch.setattr(Tensor, "bfloat16", Tensor.float)
     memory, x = LaCT(DIM, chunk=CHUNK, muon="public"), inputs(4 * CHUNK + 2, dtype=torch.float32)
-    randomise(memory)
+    randomize(memory)
     tokens, (gate, up, down) = memory.tokens(x), memory.initial_weights(3)
     read, _ = memory.parallel(memory.initial_state(3), tokens)
     of_gate, of_up, of_down = tokens.rates.split(1, dim=-1)

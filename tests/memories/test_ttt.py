@@ -9,7 +9,7 @@ from audit.public_classes import classes
 from models import distance
 
 from inplace_ttt.memories import TTTMLP, LinearAttention, TTTLinear
-from memories.systems import CHUNK, DIM, inputs, randomise
+from memories.systems import CHUNK, DIM, inputs, randomize
 
 
 def test_theorem_1() -> None:
@@ -18,10 +18,10 @@ def test_theorem_1() -> None:
     x = inputs(41)
     for heads in (1, 2):
         ttt = TTTLinear(
-            DIM, heads, mini_batch=41, eta_base=0.5, learnt_rate=False, residual_norm=False
+            DIM, heads, mini_batch=41, eta_base=0.5, learned_rate=False, residual_norm=False
         ).double()
         attention = LinearAttention(DIM, heads, chunk=7).double()
-        randomise(ttt)
+        randomize(ttt)
         attention.load_state_dict({name: p for name, p in ttt.state_dict().items() if name.startswith("to_")})
         torch.nn.init.zeros_(ttt.initial[0])
         for form in (ttt, ttt.primal):
@@ -29,7 +29,7 @@ def test_theorem_1() -> None:
             expected, s = attention(x)
             assert distance(y, expected) < 1e-10 and distance(ttt.now(state)[0], s) < 1e-10
         mini_batch = TTTLinear(
-            DIM, heads, mini_batch=20, eta_base=0.5, learnt_rate=False, residual_norm=False
+            DIM, heads, mini_batch=20, eta_base=0.5, learned_rate=False, residual_norm=False
         ).double()
         mini_batch.load_state_dict(ttt.state_dict())
         assert distance(mini_batch(x)[0], expected) > 1e-3  # online it is not
@@ -39,7 +39,7 @@ def test_mini_batches_by_hand() -> None:
     """One head, no batch: G_t at the last mini-batch's end, W_t = W_{t−1} − η_t G_t, z_t = f(θ_Q x_t;
     W_t)."""
     memory, x = TTTLinear(DIM, mini_batch=4, eta_base=0.7).double(), inputs(10, batch=1)
-    randomise(memory)
+    randomize(memory)
     gamma, beta = (p[0, 0] for p in memory.norm)
     q, k, v = (project(x[0]) for project in (memory.to_q, memory.to_k, memory.to_v))
     eta = 0.7 * memory.to_rate(x[0]).sigmoid()[:, 0]
@@ -71,12 +71,12 @@ def test_the_public_form_by_hand() -> None:
     """One head: q and k turned by their place, steps over 2d, scaled anew for each reader, biases, a norm
     before the output."""
     memory, x = TTTLinear(DIM, mini_batch=4, eta_base=9.0, form="public").double(), inputs(10, batch=1)
-    randomise(memory)
-    torch.nn.init.constant_(memory.learnt_scale[-1], -1.0)  # a reader that sees none of its mini-batch
+    randomize(memory)
+    torch.nn.init.constant_(memory.learned_scale[-1], -1.0)  # a reader that sees none of its mini-batch
     gamma, beta = (p[0, 0] for p in memory.norm)
     q, k, v = (project(x[0]) for project in (memory.to_q, memory.to_k, memory.to_v))
     eta = 9.0 * memory.to_rate(x[0]).sigmoid()[:, 0] / (2 * DIM)
-    scale = (1 / torch.arange(1.0, 5.0, dtype=torch.float64) + memory.learnt_scale).clamp(min=0)
+    scale = (1 / torch.arange(1.0, 5.0, dtype=torch.float64) + memory.learned_scale).clamp(min=0)
     assert (scale == 0).any() and (scale > 0).any()
 
     def turned(token: torch.Tensor, place: int) -> torch.Tensor:
@@ -129,7 +129,7 @@ def test_the_public_form_is_the_public_layer(memory: type[TTTLinear | TTTMLP]) -
     }
     options = {"share_qk": False, "conv_kernel": 4, "use_gate": False, "scan_checkpoint_group_size": 0}
     theirs = public(SimpleNamespace(**size, **options, ttt_base_lr=eta_base), layer_idx=0).double()
-    randomise(theirs)
+    randomize(theirs)
     ours = memory(DIM, heads, CHUNK, eta_base, form="public").double()
     first, every, of_heads = (slice(None), 0), Ellipsis, (slice(None), None)
     pairs = [
@@ -141,7 +141,7 @@ def test_the_public_form_is_the_public_layer(memory: type[TTTLinear | TTTMLP]) -
         (ours.to_rate.bias, theirs.learnable_ttt_lr_bias, first),
         (ours.norm[0], theirs.ttt_norm_weight, of_heads),
         (ours.norm[1], theirs.ttt_norm_bias, of_heads),
-        (ours.learnt_scale, theirs.learnable_token_idx, every),
+        (ours.learned_scale, theirs.learnable_token_idx, every),
         (ours.read_norm.weight, theirs.post_norm.weight, every),
         (ours.read_norm.bias, theirs.post_norm.bias, every),
     ]

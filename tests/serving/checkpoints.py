@@ -41,7 +41,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3Text", GEMMA),
 }
 CHUNK = 32
-LIVE = {"paper": {"eta": 0.3}, "official": {"eta": 0.3}, "ridge": {"write_gate": True}}
+LIVE = {"paper": {"eta": 0.3}, "reference": {"eta": 0.3}, "ridge": {"write_gate": True}}
 """Settings of the presets, for a chunk of 32 tokens."""
 
 

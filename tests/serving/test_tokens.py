@@ -197,7 +197,7 @@ def test_what_is_not_served_is_one_sentence(tmp_path: Path) -> None:
 
 def test_the_saved_model_is_the_served_one(tmp_path: Path) -> None:
     """What `load` reads, and half precision."""
-    save(tmp_path / "ttt", "llama", "official")
+    save(tmp_path / "ttt", "llama", "reference")
     model = inplace_ttt.load(tmp_path / "ttt", dtype=torch.bfloat16)
     asked = prompts(40, 100)
     with engine(tmp_path / "ttt", dtype="bfloat16") as made:

@@ -270,7 +270,7 @@ def test_one_model_in_two_precisions_shares_sessions(tmp_path):
 
 
 class _KeepsKeysElsewhere(DynamicLayer):
-    """As quantised layers do: `keys` is only a part of them."""
+    """As quantized layers do: `keys` is only a part of them."""
 
 
 @pytest.mark.parametrize("kind", ["static", "unknown"])

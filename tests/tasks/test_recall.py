@@ -107,12 +107,12 @@ def test_a_fast_weight_recalls_beyond_the_window() -> None:
     )
     writers = [p for name, p in model.named_parameters() if ".ttt." in name]
     rest = [p for name, p in model.named_parameters() if ".ttt." not in name]
-    optimiser = torch.optim.AdamW([{"params": rest, "lr": 4e-3}, {"params": writers, "lr": 2e-2}])
+    optimizer = torch.optim.AdamW([{"params": rest, "lr": 4e-3}, {"params": writers, "lr": 2e-2}])
     for batch in rows.with_format("torch").iter(batch_size=16):
         model(**{name: value.long() for name, value in batch.items()}, use_cache=False).loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
-        optimiser.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
     model.eval()
     assert recall_accuracy(model, held_out) > 0.9
     first = held_out.with_format("torch")[:4]

@@ -12,7 +12,7 @@ from inplace_ttt.tasks.statements import statements
 
 
 def frame(sentence: str) -> str:
-    """A sentence without its names and numbers: invented names and first names are its capitalised words, but
+    """A sentence without its names and numbers: invented names and first names are its capitalized words, but
     for the first of "The"."""
     known = "|".join(PEOPLE)
     return re.sub(rf"\b(?:{known}|(?!The\b)[A-Z][a-z]+|\d+)\b", "_", sentence)

@@ -255,7 +255,7 @@ def test_extract_selects_decodes_and_records(tmp_path: Path, capsys: pytest.Capt
     }
     recorded = {entry["file"]: (entry["bytes"], entry["sha256"]) for entry in manifest}
     assert recorded == {name: (len(data), hashlib.sha256(data).hexdigest()) for name, data in files.items()}
-    assert {entry["licence"] for entry in manifest} == {get_text.CC_BY}
+    assert {entry["license"] for entry in manifest} == {get_text.CC_BY}
     notes = capsys.readouterr().err.splitlines()
     assert len(notes) == 1
     assert "comus_gut.txt is not UTF-8" in notes[0]

@@ -205,7 +205,7 @@ def test_texts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     for change, length, says in (
         ({"held_out": [str(tmp_path)]}, 11, "names every file"),
         ({}, 121, "no text of text.train has 121 bytes"),
-        ({}, 41, "has 120 bytes, 3 rows of 41 are asked for"),
+        ({}, 41, "has 120 bytes, too few for 3 rows of 41"),
         ({"held_out": [str(tmp_path / "d.txt")]}, 11, r"d\.txt does not exist"),
     ):
         with pytest.raises(InPlaceTTTError, match=says):
@@ -303,11 +303,11 @@ def test_the_table_has_errors_over_seeds() -> None:
     ("changes", "says"),
     [
         (["systems.mamba=null"], "systems: there is no memory 'mamba'; choose from none, linear-attention"),
-        (["systems.none={heads: 2}"], "systems: attention alone has no options"),
+        (["systems.none={heads: 2}"], "systems: attention alone takes no options"),
         (["systems.lact={size: 2}"], "lact takes no option 'size'; it takes heads, chunk"),
         (["systems.lact=2"], "systems: lact must have a table of options, or nothing"),
-        (["systems.lact.heads=two"], "systems: heads of lact must be of the kind of 1, got 'two'"),
-        (["systems.in-place.hidden=64"], "systems: in-place has no hidden of its own"),
+        (["systems.lact.heads=two"], "systems: heads of lact must have the type of 1, got 'two'"),
+        (["systems.in-place.hidden=64"], "systems: in-place takes its hidden width from model.width"),
         (["systems={}"], "systems: name some of none"),
         (["text={train: a, held_out: b}"], "recall: give one of the sections recall and text"),
         (["seeds=[1, 1]"], "--set, seeds: give some, each once"),

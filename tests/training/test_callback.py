@@ -75,7 +75,7 @@ def test_conv_and_p_have_groups_of_their_own(tmp_path: Path) -> None:
     assert callback.warnings == [] and run.state.log_history[0]["learning_rate"] == 1e-3
 
 
-def test_the_optimiser_is_the_one_that_was_asked_for(tmp_path: Path) -> None:
+def test_the_optimizer_is_the_one_that_was_asked_for(tmp_path: Path) -> None:
     """By `args.optim` or by its class; one that chooses its parameters itself is refused."""
     run = trainer(tmp_path, optim="adafactor")
     InPlaceTTTCallback(conv_learning_rate=1e-2).attach(run)

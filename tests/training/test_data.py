@@ -22,7 +22,7 @@ from inplace_ttt.training.data import streams
 from inplace_ttt.training.data.data import TrainingData, build_data
 from inplace_ttt.training.data.row_order import rows_to_come, save_position
 from inplace_ttt.training.data.streams import Position
-from inplace_ttt.training.data.tokenising import tokenise
+from inplace_ttt.training.data.tokenizing import tokenize
 from inplace_ttt.training.recipe.data_section import Data, Recall
 from inplace_ttt.training.recipe.recipe import Recipe
 from inplace_ttt.training.recipe.sections import Model, Parallel, Training
@@ -157,7 +157,7 @@ class TestOrder:
         monkeypatch: pytest.MonkeyPatch,
         caplog: pytest.LogCaptureFixture,
     ) -> None:
-        """Also in later passes. It tokenises what the row needs, and no more than a batch of each source that
+        """Also in later passes. It tokenizes what the row needs, and no more than a batch of each source that
         was read before."""
         monkeypatch.setattr(streams, "_BATCH", 2)
         names: Any = folder
@@ -177,8 +177,8 @@ class TestOrder:
         read: list[int] = []
         monkeypatch.setattr(
             streams,
-            "tokenise",
-            lambda batch, **settings: read.append(len(batch["text"])) or tokenise(batch, **settings),
+            "tokenize",
+            lambda batch, **settings: read.append(len(batch["text"])) or tokenize(batch, **settings),
         )
         again = build(
             names, streaming=True, shuffle=kind != "in order", validation_documents=1, **settings
@@ -261,9 +261,9 @@ class TestHeldOut:
 
 
 class TestCache:
-    def test_tokenises_once(self, build: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_tokenizes_once(self, build: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         first = build(folder, shuffle=True, validation_documents=2)
-        monkeypatch.setattr(data_module, "tokenise", lambda *_, **__: pytest.fail("tokenised again"))
+        monkeypatch.setattr(data_module, "tokenize", lambda *_, **__: pytest.fail("tokenized again"))
         again = build(folder, shuffle=True, validation_documents=2)
         assert list(again.train) == list(first.train)
         assert again.report == first.report
@@ -281,7 +281,7 @@ class TestCache:
         )
         assert list(one.train) == list(two.train) and one.report == two.report
         assert len(list((tmp_path / "another").glob("inplace-ttt-tokens-*_of_00002.arrow"))) == 2
-        monkeypatch.setattr(data_module, "tokenise", lambda *_, **__: pytest.fail("tokenised again"))
+        monkeypatch.setattr(data_module, "tokenize", lambda *_, **__: pytest.fail("tokenized again"))
         assert list(build(folder, shuffle=True, cache=str(tmp_path / "another")).train) == list(two.train)
         monkeypatch.undo()
         (folder / "numbers.jsonl").write_text('{"text": 3}\n' * 4)
@@ -302,7 +302,7 @@ from transformers import AutoTokenizer
 import inplace_ttt.training.data.data as data
 from corpus import recipe, Data
 def never(*_, **__): raise AssertionError
-data.tokenise = data.pack = never
+data.tokenize = data.pack = never
 settings = Data(train=[{str(folder)!r}], sequence_length={LENGTH}, shuffle=False, cache={str(tmp_path / "cache")!r})
 print(data.build_data(recipe(settings), AutoTokenizer.from_pretrained({str(tmp_path / "tokenizer")!r}), {CHUNK}).report.sha256)
 """

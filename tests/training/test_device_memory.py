@@ -24,13 +24,13 @@ SIZE = ModelSize(
     layers=10,
     queries=64,
     keys=16,
-    states=(64 * 256,) * 2,
+    states=(4 * 64 * 256,) * 2,
 )
 STEP = StepCost(activations=50_000_000, step=51_000_000, logits=0, product_flops=0)
 
 
 @pytest.mark.parametrize(
-    ("stage", "parameters", "gradients", "optimiser"),
+    ("stage", "parameters", "gradients", "optimizer"),
     [
         (0, 2_000_000, 1_600_000, 9_600_000),
         (1, 2_000_000, 1_600_000, 2_400_000),
@@ -38,7 +38,7 @@ STEP = StepCost(activations=50_000_000, step=51_000_000, logits=0, product_flops
         (3, 500_000, 800_000, 2_400_000),
     ],
 )
-def test_zero_stages(stage: int, parameters: int, gradients: int, optimiser: int, tmp_path: Path) -> None:
+def test_zero_stages(stage: int, parameters: int, gradients: int, optimizer: int, tmp_path: Path) -> None:
     """bfloat16 on 4 devices: 2 bytes a weight and 2 or 4 a gradient, 12 of float32 master and moments for
     what is trained."""
     zero = {
@@ -51,11 +51,11 @@ def test_zero_stages(stage: int, parameters: int, gradients: int, optimiser: int
         tmp_path, "model.dtype=bfloat16", "parallel.nproc_per_node=4", deepspeed={"zero_optimization": zero}
     )
     memory = deepspeed_memory(recipe, SIZE, STEP)
-    assert (memory.parameters, memory.gradients, memory.optimiser) == (parameters, gradients, optimiser)
+    assert (memory.parameters, memory.gradients, memory.optimizer) == (parameters, gradients, optimizer)
     assert memory.buckets == {0: 0, 1: 2000, 2: 2000, 3: 2000 + 10_000}[stage]
     assert memory.activations == (50_000_000 if stage >= 2 else 51_000_000 - gradients)
     assert (
-        memory.total == parameters + gradients + optimiser + memory.activations + memory.buckets
+        memory.total == parameters + gradients + optimizer + memory.activations + memory.buckets
         and memory.host == 0
     )
 
@@ -63,9 +63,9 @@ def test_zero_stages(stage: int, parameters: int, gradients: int, optimiser: int
 def test_float32_buckets_and_offload(tmp_path: Path) -> None:
     offload = {"stage": 2, "reduce_bucket_size": "auto", "offload_optimizer": {"device": "cpu"}}
     memory = deepspeed_memory(tiny_recipe(tmp_path, deepspeed={"zero_optimization": offload}), SIZE, STEP)
-    assert (memory.parameters, memory.optimiser, memory.host) == (4_000_000, 0, 12 * 800_000)
+    assert (memory.parameters, memory.optimizer, memory.host) == (4_000_000, 0, 12 * 800_000)
     assert memory.buckets == 4 * 64 * 64
-    assert deepspeed_memory(tiny_recipe(tmp_path, deepspeed=0), SIZE, STEP).optimiser == 8 * 800_000
+    assert deepspeed_memory(tiny_recipe(tmp_path, deepspeed=0), SIZE, STEP).optimizer == 8 * 800_000
 
 
 def test_buckets_overlap_under_zero_3_unless_told_otherwise(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_the_scan_sends_the_same_from_two_ranks_to_many(tmp_path: Path) -> None:
 
 
 def test_evaluation_comes_between_steps(tmp_path: Path) -> None:
-    """Beside weights and optimiser; under ZeRO-3, which keeps its buffers, beside those too; ranks that share
+    """Beside weights and optimizer; under ZeRO-3, which keeps its buffers, beside those too; ranks that share
     rows exchange states."""
     zero = {"reduce_bucket_size": 1000, "stage3_max_live_parameters": 5000, "overlap_comm": False}
     for stage, beside in ((2, 2_000_000 + 2_400_000), (3, 500_000 + 2_400_000 + 800_000 + 2000 + 10_000)):

@@ -33,7 +33,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("stage", "processes"), [(1, 1), (2, 2)])
 def test_a_diagnosed_run_is_the_run(stage: int, processes: int, made: Path, tmp_path: Path) -> None:
-    """Between two optimiser steps and their micro-steps: weights, losses and logged gradients are those of
+    """Between two optimizer steps and their micro-steps: weights, losses and logged gradients are those of
     the plain run."""
     recipe = recipe_file(tmp_path, made / "model", made / "text", data={"validation_documents": 2})
     settings = (f"deepspeed={stage}", f"parallel.nproc_per_node={processes}")

@@ -18,7 +18,7 @@ from inplace_ttt.diagnostics.writes import WriteHealth
 from inplace_ttt.errors import InPlaceTTTError, NotSoError
 from inplace_ttt.surgery import fast_weights
 from inplace_ttt.training.data.packing import pack
-from inplace_ttt.training.loop.batches import collate, where_learnt
+from inplace_ttt.training.loop.batches import collate, where_learned
 from inplace_ttt.training.loop.guards import FirstStep, GradientTap, check_state_precision, check_writes
 from inplace_ttt.training.loop.monitor import EtaWarmup, LayerMonitor
 from inplace_ttt.training.loop.parameters import parameter_groups, schedule
@@ -141,7 +141,7 @@ def test_padding_is_not_measured(kept: bool) -> None:
     batch = collate([row])
     with torch.no_grad():
         measured: list[Any] = []
-        for given in ({"input_ids": ids, "labels": ids}, where_learnt(batch) if kept else batch):
+        for given in ({"input_ids": ids, "labels": ids}, where_learned(batch) if kept else batch):
             health: dict[int, WriteHealth] = {}
             ratios: dict[int, torch.Tensor] = {}
             with observed(model, health):

@@ -27,7 +27,7 @@ from .recipes import EXPERTS, small_recipe
 def size_of(recipe: Recipe) -> ModelSize:
     model = meta_model(recipe)
     sizes = [p.numel() for p in model.parameters()]
-    return ModelSize(sum(sizes), sum(sizes), max(sizes), 0, 256, 4, 256, 128, (256 * 1024,) * 2)
+    return ModelSize(sum(sizes), sum(sizes), max(sizes), 0, 256, 4, 256, 128, (4 * 256 * 1024,) * 2)
 
 
 @pytest.mark.skipif(

@@ -107,5 +107,7 @@ def test_sources_that_cannot_have_their_share_are_refused(
             build(
                 [sources[0], tmp_path / "none.jsonl"], weights=[1, 1], streaming=streaming, chunk_size=CHUNK
             )
-    with pytest.raises(InPlaceTTTError, match=r"data\.weights make a pass of .* tokens out of 363"):
+    with pytest.raises(
+        InPlaceTTTError, match=r"one pass over every document has .* tokens, and the sources have 363"
+    ):
         build(sources, weights=[1e-6, 1])

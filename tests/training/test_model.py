@@ -382,7 +382,7 @@ def test_zero3(saved: dict[str, Path], tmp_path: Path) -> None:
     for (form, recipe), found in zip(recipes.items(), under_zero3(*recipes.values()), strict=True):
         plain = build_model(recipe)
         assert set(found["values"]) == {name for name, _ in plain.named_parameters()}
-        if form != "scratch":  # transformers initialises a partitioned model in another order
+        if form != "scratch":  # transformers initializes a partitioned model in another order
             assert found["values"] == {
                 n: pytest.approx(p.double().abs().sum().item()) for n, p in plain.named_parameters()
             }, form

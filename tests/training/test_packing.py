@@ -87,7 +87,7 @@ def test_nothing_is_lost_and_nothing_moves(lengths: list[int], row_length: int, 
 
 @pytest.mark.parametrize(("lengths", "row_length", "align"), CASES)
 def test_positions_tell_the_documents_apart(lengths: list[int], row_length: int, align: int) -> None:
-    """Every piece belongs to one document, no two neighbours to one, and transformers sees the same
+    """Every piece belongs to one document, no two neighbors to one, and transformers sees the same
     borders."""
     owner = np.repeat(np.arange(len(lengths)), lengths)
     for row in packed(lengths, row_length, align):
@@ -206,13 +206,13 @@ def test_a_packed_row_trains_as_its_documents_apart(name: str, align: int) -> No
 
     def losses(rows: list[dict[str, Tensor]]) -> tuple[Tensor, dict[str, Tensor]]:
         model.zero_grad()
-        total, labelled = torch.zeros((), dtype=torch.float64), 0
+        total, labeled = torch.zeros((), dtype=torch.float64), 0
         for row in rows:
             n = int((row["labels"][:, 1:] != -100).sum())
             if n:
-                total, labelled = total + model(**row, use_cache=False).loss * n, labelled + n
-        (total / labelled).backward()
-        return (total / labelled).detach(), {
+                total, labeled = total + model(**row, use_cache=False).loss * n, labeled + n
+        (total / labeled).backward()
+        return (total / labeled).detach(), {
             key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None
         }
 

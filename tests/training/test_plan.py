@@ -194,7 +194,7 @@ def test_what_evaluation_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(plan, "step_cost", lambda recipe: cost)
     made = make_plan(recipe)
     logits = 2048 * 32000 * 4
-    held = made.per_device_bytes["parameters"] + made.per_device_bytes["optimiser"]
+    held = made.per_device_bytes["parameters"] + made.per_device_bytes["optimizer"]
     assert held < made.evaluation_bytes < held + made.per_device_bytes["activations"]
     longer = make_plan(
         tiny_recipe(tmp_path, "data.sequence_length=8192", model=config, data=data, deepspeed=2)

@@ -1,4 +1,4 @@
-"""Rows that practise recall: which, and where in them passages come again and facts are told and said
+"""Rows that practice recall: which, and where in them passages come again and facts are told and said
 again."""
 
 import dataclasses
@@ -17,7 +17,7 @@ from inplace_ttt import InPlaceTTTError
 from inplace_ttt.attention_window import attention_reach
 from inplace_ttt.texts.sources import find
 from inplace_ttt.training.data.packing import pack
-from inplace_ttt.training.data.practice import practise, seen_anyway, with_practice
+from inplace_ttt.training.data.practice import practiced, seen_anyway, with_practice
 from inplace_ttt.training.data.streams import Documents, RowStream, open_stream
 from inplace_ttt.training.model import build_model
 from inplace_ttt.training.recipe.data_section import Data, RepeatedPassages, SyntheticFacts
@@ -36,8 +36,8 @@ def encode(text: str) -> list[int]:
 def changed_row(
     before: dict[str, list[int]], seed: int = 0, **practice: RepeatedPassages | SyntheticFacts
 ) -> dict[str, list[int]]:
-    after = practise(before, Data(train=["a"], seed=seed, **practice), encode)
-    assert after == practise(before, Data(train=["a"], seed=seed, **practice), encode), (
+    after = practiced(before, Data(train=["a"], seed=seed, **practice), encode)
+    assert after == practiced(before, Data(train=["a"], seed=seed, **practice), encode), (
         "a function of the row"
     )
     return after
@@ -116,17 +116,17 @@ def test_facts_are_told_and_said_again_inside_the_longest_document(others: float
         assert [token for token in ids[30:730] if token >= 1000] == before["input_ids"][30:730][
             : sum(t >= 1000 for t in ids[30:730])
         ]
-        learnt = [i for i, label in enumerate(labels) if label != -100]
-        assert all(labels[i] == ids[i] for i in learnt)
+        learned = [i for i, label in enumerate(labels) if label != -100]
+        assert all(labels[i] == ids[i] for i in learned)
         answers = [" " + sentence.rsplit(" ", 1)[1].rstrip(".") for sentence in again]
         if others == 0:
-            assert "".join(chr(labels[i]) for i in learnt) == "".join(answers)
-            assert learnt[0] > text.index(first[-1])
+            assert "".join(chr(labels[i]) for i in learned) == "".join(answers)
+            assert learned[0] > text.index(first[-1])
         elif others == 1:
             assert [label == -100 for label in labels] == [label == -100 for label in before["labels"]]
         else:
-            assert 0.15 * 750 < len(learnt) - len("".join(answers)) < 0.35 * 750
-            assert all(before["labels"][i] != -100 for i in learnt)
+            assert 0.15 * 750 < len(learned) - len("".join(answers)) < 0.35 * 750
+            assert all(before["labels"][i] != -100 for i in learned)
 
 
 def test_rows_without_room_for_facts_are_refused() -> None:
@@ -173,7 +173,7 @@ def test_stored_and_streamed_rows_are_the_same(tmp_path: Path) -> None:
         shuffle=False,
     )
     streamed = list(with_practice(RowStream(Documents((opened,), data), 64, 0, 1), data, encode))
-    assert stored == streamed == [practise(r, data, encode) for r in rows] != list(rows)
+    assert stored == streamed == [practiced(r, data, encode) for r in rows] != list(rows)
     assert with_practice(rows, Data(train=["a"]), encode) is rows
 
 
@@ -194,7 +194,7 @@ def test_what_begins_a_text_stays_there(
             for name, start in zip(plain, (begins, (0, 1), (-100, begins[1])), strict=True)
         }
         marked["position_ids"] = list(range(length + 2))
-        found = practise(marked, Data(train=["a"], seed=seed, **practice), encode, begins)
+        found = practiced(marked, Data(train=["a"], seed=seed, **practice), encode, begins)
         moved += found != marked
         assert (*found["input_ids"][:2],) == begins and not {*found["input_ids"][2:]} & {*begins}
     assert moved > 100

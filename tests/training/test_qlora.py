@@ -48,7 +48,7 @@ def recipe(tmp_path: Path) -> Path:
     ("bits", "dtype", "processes"), [("4bit", "float32", 1), ("4bit", "bfloat16", 2), ("8bit", "bfloat16", 1)]
 )
 def test_it_trains_and_resumes(recipe: Path, tmp_path: Path, bits: str, dtype: str, processes: int) -> None:
-    """A resumed run gives the same adapter bit for bit, and it goes onto the quantised base."""
+    """A resumed run gives the same adapter bit for bit, and it goes onto the quantized base."""
     settings = (f"model.load_in={bits}", f"model.dtype={dtype}", f"parallel.nproc_per_node={processes}")
     report, _ = trained(recipe, *settings)
     whole = weights(tmp_path / "out" / "final")
@@ -62,11 +62,11 @@ def test_it_trains_and_resumes(recipe: Path, tmp_path: Path, bits: str, dtype: s
     assert report["resumed_from"].endswith("checkpoint-2") and whole.keys() == again.keys()
     assert all(torch.equal(whole[name], again[name]) for name in whole)
 
-    quantised = (
+    quantized = (
         BitsAndBytesConfig(load_in_8bit=True) if bits == "8bit" else BitsAndBytesConfig(load_in_4bit=True)
     )
     base = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "base", quantization_config=quantised, dtype=getattr(torch, dtype)
+        tmp_path / "base", quantization_config=quantized, dtype=getattr(torch, dtype)
     )
     tuned = PeftModel.from_pretrained(convert(base, InPlaceTTTConfig(**SURGERY)), tmp_path / "out" / "final")
     for index, layer in fast_weights(tuned).items():

@@ -256,10 +256,10 @@ def test_the_papers_runs_follow_the_paper(name: str) -> None:
         assert (o.warmup_steps, recipe.rows_per_step * 32768) == (1024, 2**22 if big else 2**21)
 
 
-def test_the_public_codes_runs_follow_it() -> None:
-    official = [run.load() for run in RUNS if "official" in run.name]
-    assert len(official) == 2
-    for recipe in official:
+def test_the_reference_codes_runs_follow_it() -> None:
+    reference = [run.load() for run in RUNS if "reference" in run.name]
+    assert len(reference) == 2
+    for recipe in reference:
         settings, o = recipe.ttt, recipe.training
         assert settings is not None and (settings.target, settings.eta, settings.chunk_size) == (
             "hidden_states",

@@ -18,7 +18,7 @@ UNIVERSAL = "deepspeed={zero_optimization: {stage: 2}, checkpoint: {load_univers
 
 
 def test_two_processes_go_on_as_one(tmp_path: Path) -> None:
-    """With as many rows a step; the optimiser's state and the rows to come are those of the run that was not
+    """With as many rows a step; the optimizer's state and the rows to come are those of the run that was not
     stopped."""
     training = {"steps": 4, "learning_rate": 1e-2}
     recipe = recipe_file(

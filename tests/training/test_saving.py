@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from models import logits
+from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
 from inplace_ttt import load
-from inplace_ttt.training.loop.run_state import last_checkpoint
+from inplace_ttt.files.manifest import STEP, write_manifest
+from inplace_ttt.training.loop.run_state import Saved, files_in, last_checkpoint, mark_complete
+from inplace_ttt.training.loop.saving import keep_newest
 
 from .runs import checkpoint, documents, finish, recipe_file, start, trained, weights
 
@@ -59,6 +62,20 @@ def test_a_run_removes_and_replaces_its_own_files_alone(made: Path, tmp_path: Pa
     assert trained(recipe, "training.steps=6")[0]["resumed_from"].endswith("checkpoint-4"), (
         "and an earlier end is replaced"
     )
+
+
+def test_a_truncated_checkpoint_does_not_count(tmp_path: Path) -> None:
+    for step in (2, 4, 6):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        save_file({"x": torch.ones(9)}, folder / "model.safetensors")
+        mark_complete(folder, Saved(files_in(folder), {}))
+        write_manifest(folder, STEP)
+    file = tmp_path / "checkpoint-6" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-4])
+    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-4"
+    keep_newest(tmp_path, 1)
+    assert [folder.name for folder in sorted(tmp_path.iterdir())] == ["checkpoint-4", "checkpoint-6"]
 
 
 def broken_temperature(model: Path) -> None:

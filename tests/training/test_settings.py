@@ -367,8 +367,8 @@ def test_the_later_override_wins_and_surgery_can_be_removed(tmp_path: Path) -> N
     ("section", "expected"),
     [
         ("chunk_size: 16", InPlaceTTTConfig(chunk_size=16)),
-        ("preset: official", InPlaceTTTConfig.preset("official")),
-        ("preset: official\n  eta: 2", InPlaceTTTConfig.preset("official", eta=2.0)),
+        ("preset: reference", InPlaceTTTConfig.preset("reference")),
+        ("preset: reference\n  eta: 2", InPlaceTTTConfig.preset("reference", eta=2.0)),
         ("layers: [0, 2]\n  eta: [1, 0.5]", InPlaceTTTConfig(layers=(0, 2), eta=(1.0, 0.5))),
         (
             "layers: every:3\n  clip: {max_norm: 1e-3, relative: true}",

@@ -1,12 +1,12 @@
-"""The largest directions of activations: Σ summed and decomposed whole, against one reading by
-`LeadingDirections`.
+"""Compares two ways to find the largest directions of activations, in time, memory and accuracy.
 
-python tools/bench/bench_calibration.py --json docs/results/cpu-2026-11/calibration.json
+    python tools/bench/bench_calibration.py --json docs/results/cpu-2026-11/calibration.json
 
-Time, peak memory beyond the activations, and how much of Σ's trace the directions found hold, over what the
-largest hold. First on what SmolLM2-135M's layers see in texts; then on made activations as wide as those of
-models of 4 and 8 billion parameters, whose spectrum 1 / (i + 10) lets 256 of 1,536 directions hold 65 % of
-the trace (SmolLM2's layer 6: 63 %).
+The first way sums Σ and decomposes it whole. The second is one reading by `LeadingDirections`. Memory is the
+peak beyond the activations. Accuracy is the share of Σ's trace along the directions found, over the same
+share of the exact ones. The first activations are those of SmolLM2-135M on texts. The others are synthetic,
+and as wide as in models of 4 and 8 billion parameters. Their spectrum is 1 / (i + 10). So 256 of 1,536
+directions hold 65 % of the trace, where SmolLM2's layer 6 has 63 %.
 """
 
 from __future__ import annotations
@@ -44,14 +44,20 @@ def main() -> int:
     parser.add_argument("--model", default=".cache/smollm2-135m")
     parser.add_argument("--text", type=Path, default=Path(".cache/text"))
     parser.add_argument(
-        "--layers", nargs="*", type=int, default=[6, 12, 18, 24], help="of the model; none to leave it out"
+        "--layers",
+        nargs="*",
+        type=int,
+        default=[6, 12, 18, 24],
+        help="layers of the model; give none to leave the model out",
     )
     parser.add_argument("--model-rank", type=int, default=256)
-    parser.add_argument("--widths", nargs="*", type=int, default=[9728, 14336], help="of made activations")
+    parser.add_argument(
+        "--widths", nargs="*", type=int, default=[9728, 14336], help="widths of synthetic activations"
+    )
     parser.add_argument("--rank", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", type=Path, help="write the figures here as well")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     rows: list[dict[str, Any]] = []
@@ -95,7 +101,12 @@ def main() -> int:
 
 
 def compare(z: Tensor, rank: int) -> dict[str, Any]:
-    """Of z [rows, T, h], each read in turn."""
+    """Compares both ways on activations.
+
+    Args:
+        z: activations [rows, T, h]. Rows are read one after the other.
+        rank: number of directions.
+    """
     (sigma, largest), exact = measured(lambda: whole(z, rank))
     directions, streaming = measured(lambda: streamed(z, rank))
     held = float((directions.vectors * (sigma @ directions.vectors)).sum())
@@ -111,8 +122,9 @@ def compare(z: Tensor, rank: int) -> dict[str, Any]:
 
 
 def measured(run: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
-    """What it returns; its time, and its peak memory beyond what was held before."""
-    ctypes.CDLL(None).malloc_trim(0)  # else what others have freed would pass for held before
+    """Returns the result of `run`, its seconds, and its peak memory beyond what the process held before, in
+    bytes."""
+    ctypes.CDLL(None).malloc_trim(0)  # else freed memory of earlier runs would count as held before
     peak_starts_again()
     before, began = memory_status("VmRSS"), time.perf_counter()
     result = run()
@@ -122,8 +134,10 @@ def measured(run: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
 
 @torch.no_grad()
 def whole(z: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """What `Directions` is of, [h, h] in float32, and its largest eigenvalues [r], descending, by decomposing
-    all of it in float64."""
+    """Returns Σ [h, h], float32, and its largest eigenvalues [rank], float64, in descending order.
+
+    The eigenvalues come from a decomposition of the whole matrix in float64.
+    """
     sigma = torch.zeros(z.shape[-1], z.shape[-1])
     for row in z:
         sigma.addmm_(row.T, row)
@@ -143,7 +157,7 @@ def streamed(z: Tensor, rank: int) -> Directions:
 
 @torch.no_grad()
 def real(folder: str, text: Path, layers: list[int], count: int) -> dict[int, Tensor]:
-    """What each layer's down-projection reads [count, T, h] of as many texts' beginnings."""
+    """Returns each layer's down-projection inputs [count, T, h] at the beginning of `count` texts."""
     tokenizer, model = (
         tokenizer_of(folder),
         convert(load_base(folder), InPlaceTTTConfig(layers=tuple(layers))).float(),
@@ -160,8 +174,10 @@ def real(folder: str, text: Path, layers: list[int], count: int) -> dict[int, Te
 
 
 def made(width: int, count: int) -> Tensor:
-    """Gaussian [count, T, h] with eigenvalues 1 / (i + 10); its directions, those of the Hartley transform,
-    lie along no axis."""
+    """Returns Gaussian activations [count, T, h] with eigenvalues 1 / (i + 10).
+
+    The directions are those of the Hartley transform, so they lie along no axis.
+    """
     generator = torch.Generator().manual_seed(0)
     z, scale = torch.empty(count, ROW, width), (torch.arange(width) + 10.0).rsqrt()
     for row in z:

@@ -1,6 +1,8 @@
-"""Prefill and training step of a converted model against its base, random weights in the shapes of real ones.
+"""Times prefill and training step of a converted model against its base.
 
-python tools/bench/bench_converted.py --shape Qwen3-4B --tokens 32768
+    python tools/bench/bench_converted.py --shape Qwen3-4B --tokens 32768
+
+The weights are random, in the shapes of real models.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from inplace_ttt.families import CACHE
 from inplace_ttt.surgery import config_of, fast_weights
 
 VOCABULARY = 8192
-"""Small, so that the logits of a long sequence do not hide the layers."""
+"""Size of the vocabulary. It is small, so that the logits of a long sequence do not outweigh the layers."""
 
 SHAPES: dict[str, Callable[[int], PretrainedConfig]] = {
     "SmolLM2-135M": lambda tokens: LlamaConfig(
@@ -60,7 +62,7 @@ def _prefill_into_cache(model: PreTrainedModel, ids: torch.Tensor) -> None:
 
 
 def _training_step(model: PreTrainedModel, ids: torch.Tensor) -> None:
-    """Forward and backward, without an optimiser."""
+    """Forward and backward, without an optimizer."""
     model.train()
     model.zero_grad(set_to_none=True)
     model(ids, labels=ids, use_cache=False).loss.backward()
@@ -68,7 +70,7 @@ def _training_step(model: PreTrainedModel, ids: torch.Tensor) -> None:
 
 @torch.no_grad()
 def _decode(model: PreTrainedModel, ids: torch.Tensor, tokens: int = 32) -> None:
-    """A short prefill, then tokens one at a time."""
+    """Reads a short prefill, then decodes tokens one at a time."""
     cache = DynamicCache(config=model.config)
     model.eval()(ids[:, :tokens], **{CACHE: cache}, logits_to_keep=1)
     for token in ids[:, tokens : 2 * tokens].split(1, dim=1):
@@ -80,7 +82,7 @@ STEPS: dict[str, Callable[[PreTrainedModel, torch.Tensor], None]] = {
 }  # fmt: skip
 
 MODES = ("default", "reduce-overhead")
-"""Of torch.compile."""
+"""Modes of torch.compile."""
 
 
 def main() -> None:
@@ -95,7 +97,7 @@ def main() -> None:
     parser.add_argument(
         "--rank",
         type=json.loads,
-        help="of whitened keys: directions, or a share of d (default: the preset's)",
+        help="directions of whitened keys, as a number or a share of d (default: the preset's)",
     )
     parser.add_argument(
         "--steps",
@@ -103,13 +105,15 @@ def main() -> None:
         choices=STEPS,
         default=list(STEPS),
         metavar="S",
-        help=f"of {', '.join(STEPS)} (default: all)",
+        help=f"steps to time: {', '.join(STEPS)} (default: all)",
     )
     parser.add_argument(
-        "--vocabulary", type=int, default=VOCABULARY, help="tokens that the head knows (default: %(default)s)"
+        "--vocabulary", type=int, default=VOCABULARY, help="size of the vocabulary (default: %(default)s)"
     )
     parser.add_argument(
-        "--compiled", choices=MODES, help="both models by torch.compile; reduce-overhead: as CUDA graphs"
+        "--compiled",
+        choices=MODES,
+        help="compile both models in this mode of torch.compile; reduce-overhead uses CUDA graphs",
     )
     args = parser.parse_args()
     print(json.dumps(measure(**vars(args)), indent=2))
@@ -128,8 +132,10 @@ def measure(
     compiled: str | None = None,
     vocabulary: int = VOCABULARY,
 ) -> dict[str, Any]:
-    """Times of the converted model over those of its base, paired in one run: median and range; where its
-    training step goes."""
+    """Returns times of the converted model over those of its base, as median and range of pairs in one run.
+
+    The result also has a profile of the converted model's training step.
+    """
     torch.manual_seed(0)
     config = SHAPES[shape](tokens)
     config.vocab_size = vocabulary
@@ -147,7 +153,7 @@ def measure(
             if parameter is not None:
                 parameter.data.normal_(std=std)
     if compiled is not None:
-        # of earlier models: of one function eight graphs are kept, and the ninth model would run uncompiled
+        # torch keeps eight graphs per function, so after eight models the next one would run uncompiled
         torch._dynamo.reset()
         for either in (base, model):
             either.compile(mode=compiled)
@@ -174,7 +180,7 @@ def measure(
 def paired(
     with_ttt: Callable[[], object], base: Callable[[], object], repeats: int, device: str
 ) -> dict[str, float]:
-    """Times with TTT over those of the base, run in turn."""
+    """Returns times with TTT over those of the base. The two run in turn."""
 
     def seconds(run: Callable[[], object]) -> float:
         _synchronize(device)
@@ -183,10 +189,10 @@ def paired(
         _synchronize(device)
         return time.perf_counter() - start
 
-    for run in (with_ttt, base):  # compiles, tunes, warms up
+    for run in (with_ttt, base):  # compile, tune and warm up
         run()
         run()
-    # a GPU at rest takes so long to reach its clock
+    # an idle GPU takes this long to reach its clock
     end = time.monotonic() + (0.1 if device.startswith("cuda") else 0)
     while time.monotonic() < end:
         seconds(base)
@@ -205,7 +211,8 @@ def _synchronize(device: str) -> None:
 
 
 def _profile(model: PreTrainedModel, ids: torch.Tensor, longest: int = 25) -> list[dict[str, Any]]:
-    """The kernels (on a CPU, the operators) that take the most time of a training step, in milliseconds."""
+    """Returns the kernels (on a CPU, the operators) that take the most time of a training step, in
+    milliseconds."""
     kind = torch.profiler.ProfilerActivity.CUDA if ids.is_cuda else torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[kind]) as profiler:
         _training_step(model, ids)

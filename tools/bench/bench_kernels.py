@@ -1,6 +1,6 @@
-"""Each kernel alone against what plain torch does in its place, and the two ceilings of the GPU.
+"""Times each kernel against plain torch for the same job, and measures two ceilings of the GPU.
 
-python tools/bench/bench_kernels.py [--smoke]    # one JSON object a line
+python tools/bench/bench_kernels.py [--smoke]    # prints one JSON object per line
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def ceilings(smoke: bool) -> Iterator[dict[str, Any]]:
-    """The rate of a large bf16 product, TFLOP/s, and of a device-to-device copy, TB/s of bytes read and
+    """Measures a large bf16 product in TFLOP/s, and a device-to-device copy in TB/s of bytes read and
     written."""
     device, n, gib = ("cpu", 64, 2**-12) if smoke else ("cuda", 8192, 4)
     a, b = (torch.randn(n, n, device=device).to(torch.bfloat16) for _ in range(2))
@@ -45,8 +45,10 @@ def ceilings(smoke: bool) -> Iterator[dict[str, Any]]:
 
 
 def kernels(smoke: bool) -> Iterator[dict[str, Any]]:
-    """The walk, chunk norms, short documents and convolution at the widths of Qwen3-4B, the first two of
-    SmolLM2-135M too."""
+    """Times the walk, chunk norms, short documents and the convolution at the widths of Qwen3-4B.
+
+    The walk and chunk norms are also timed at the widths of SmolLM2-135M.
+    """
     from inplace_ttt.kernels import conv, gram, schedule
     from inplace_ttt.kernels.documents import plan_of
     from inplace_ttt.kernels.walk import walk
@@ -154,7 +156,7 @@ def kernels(smoke: bool) -> Iterator[dict[str, Any]]:
 
 
 def short_documents(device: str, smoke: bool) -> Iterator[dict[str, Any]]:
-    """A row packed with documents of one length, forward and backward: the dual form against walks."""
+    """Times a row of packed documents of one length, forward and backward, by the dual form and by walks."""
     from inplace_ttt.kernels import dual, fast_weight
     from inplace_ttt.layout import ChunkLayout
 
@@ -186,8 +188,10 @@ def short_documents(device: str, smoke: bool) -> Iterator[dict[str, Any]]:
 
 
 def inverse_factors(device: str, smoke: bool) -> Iterator[dict[str, Any]]:
-    """What least squares solves with, of many chunks at once: L⁻¹ by products of halves, by torch's library,
-    and the factor alone."""
+    """Times the factors that least squares needs, for many chunks at once.
+
+    These are L⁻¹ by products of halves, L⁻¹ by torch's library, and the Cholesky factor alone.
+    """
     from inplace_ttt.kernels import halves, inverse_factor
 
     for matrices, r in ((3, 20),) if smoke else ((64, 256), (15, 1024), (36, 1024), (64, 1280)):
@@ -209,7 +213,7 @@ def inverse_factors(device: str, smoke: bool) -> Iterator[dict[str, Any]]:
 
 
 def _try(run: Callable[[], object], device: str) -> float | None:
-    """Seconds, or None where this torch has no such product."""
+    """Returns the seconds of `run`, or None if this torch lacks such a product."""
     try:
         return seconds(run, device)
     except (RuntimeError, TypeError) as error:
@@ -220,7 +224,7 @@ def _try(run: Callable[[], object], device: str) -> float | None:
 
 
 def seconds(run: Callable[[], object], device: str, repeats: int = 10) -> float:
-    """Median time of a run, after two that compile and tune and 100 ms in which the clock rises."""
+    """Returns the median time of a run. Before it, two runs compile and tune, and 100 ms let the clock rise."""
     for _ in range(2):
         run()
     end = time.monotonic() + (0 if device == "cpu" else 0.1)

@@ -1,5 +1,4 @@
-"""The dual form of TTT-Linear and TTT-MLP against their primal form: the same outputs, and how many times
-faster.
+"""Compares the dual form of TTT-Linear and TTT-MLP with their primal form, in outputs and speed.
 
 python tools/bench/bench_memories.py --json docs/results/cpu-2026-11/memories.json
 """
@@ -31,7 +30,7 @@ def main() -> int:
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="write the figures here as well")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
     rows = []
     for name in args.memories:
@@ -63,8 +62,10 @@ def main() -> int:
 def compare(
     name: str, mini_batch: int, length: int, dim: int, repeats: int, backward: bool
 ) -> dict[str, Any]:
-    """Times in pairs, one primal and one dual after the other; the difference is relative to the largest
-    output."""
+    """Times both forms in pairs, one primal and one dual after the other.
+
+    The difference of the outputs is relative to the largest output.
+    """
     torch.manual_seed(0)
     memory = make(name, dim, mini_batch=mini_batch)
     x = torch.randn(1, length, dim)

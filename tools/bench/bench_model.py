@@ -1,4 +1,4 @@
-"""Decode and prefill time of a converted model against its base, interleaved in one run.
+"""Times decoding and prefill of a converted model against its base, interleaved in one run.
 
 python tools/bench/bench_model.py --model .cache/smollm2-135m
 """
@@ -36,7 +36,7 @@ def main() -> None:
     base = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).eval()
     model = convert(copy.deepcopy(base), InPlaceTTTConfig(chunk_size=args.chunk_size, eta=1e-3))
     for layer in fast_weights(model).values():
-        # as if trained; at its start nothing would be written
+        # as if trained; a fresh conversion writes nothing
         torch.nn.init.normal_(layer.ttt.conv, std=1e-3)
     ids = torch.randint(
         3,
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def _decoder(model: PreTrainedModel, ids: torch.Tensor, steps: int = 50) -> Callable[[], None]:
-    """Decodes `steps` tokens one by one after `ids` were read."""
+    """Reads `ids`, then decodes `steps` tokens one by one."""
     cache = DynamicCache(config=model.config)
     model(ids, **{CACHE: cache}, logits_to_keep=1)
 

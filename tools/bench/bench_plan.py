@@ -1,10 +1,10 @@
-"""`plan` against what processes really hold: the peaks of a training step and of evaluation, on CPU.
+"""Compares the memory that `plan` counts with the memory of real processes on a CPU.
 
-python tools/bench/bench_plan.py --model .cache/smollm2-135m --out plan.json
+    python tools/bench/bench_plan.py --model .cache/smollm2-135m --out plan.json
 
-Each setting is a run through DeepSpeed like any other, whose last step and evaluation are measured. What a
-process holds besides (libraries, threads, the communication's buffers) is measured on the same run with a toy
-model, and taken off.
+Each setting is a normal run through DeepSpeed. The peaks of its last training step and of the evaluation are
+measured. A process also holds libraries, threads and communication buffers. They are measured in the same run
+with a toy model, and subtracted.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ TOY = {
     "vocab_size": 49152,
     "tie_word_embeddings": True,
 }
-"""As many layers and tokens as the model that is measured."""
+"""Sizes of the toy model. It has as many layers and tokens as the measured model."""
 
 
 def main() -> None:
@@ -65,8 +65,8 @@ def main() -> None:
         "--text", nargs=2, default=[f".cache/text/shakespeare/{play}.txt" for play in ("hamlet", "macbeth")]
     )
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--only", default="", help="settings whose name holds this")
-    parser.add_argument("--measure", metavar="RECIPE", help="be one process of such a run")
+    parser.add_argument("--only", default="", help="only settings with this text in their name")
+    parser.add_argument("--measure", metavar="RECIPE", help="run as one process of a measured run")
     args = parser.parse_args()
     if args.measure:
         measure(args.measure)
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def compare(name: str, values: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """Planned and measured bytes of one process, and their ratios."""
+    """Returns planned and measured bytes of one process, and their ratios."""
     planned, measured = zip(*(peaks(values, args, toy) for toy in (False, True)), strict=True)
     row: dict[str, Any] = {"setting": name}
     for what in ("training", "evaluation"):
@@ -100,8 +100,10 @@ def compare(name: str, values: dict[str, Any], args: argparse.Namespace) -> dict
 def peaks(
     values: dict[str, Any], args: argparse.Namespace, toy: bool
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Of a run with the model, or with the toy: what is planned, and what the process that took most had at
-    its peaks."""
+    """Returns planned and measured peaks in bytes, of a run with the model or with the toy.
+
+    The measured peaks are those of the process with the highest ones.
+    """
     from inplace_ttt.training.plan.plan import make_plan
     from inplace_ttt.training.recipe.recipe import load_recipe
 
@@ -166,7 +168,7 @@ def peaks(
 
 
 def measure(file: str) -> None:
-    """One process of a run, to the end of an evaluation after its last step."""
+    """Runs one process of a training run, up to the end of the evaluation after its last step."""
     from transformers import TrainerCallback
 
     from inplace_ttt.ops.benchmark import memory_status, peak_starts_again

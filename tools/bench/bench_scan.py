@@ -1,7 +1,8 @@
-"""Bytes that the scan across ranks sends, measured on the loopback interface, for 2, 4 and 8 ranks of this
-machine.
+"""Counts the bytes that the scan across ranks sends, for 2, 4 and 8 ranks on this machine.
 
-python tools/bench/bench_scan.py --json docs/results/cpu-2026-11/scan.json
+    python tools/bench/bench_scan.py --json docs/results/cpu-2026-11/scan.json
+
+The bytes are measured on the loopback interface.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def main() -> int:
     parser.add_argument("--d", type=int, default=512)
     parser.add_argument("--h", type=int, default=1536)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="write the figures here as well")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
     matrix = args.d * args.h * 4
     rows = []
@@ -101,7 +102,7 @@ def _rank(rank: int, ranks: int, folder: str, d: int, h: int, repeats: int) -> N
 
 
 def _loopback() -> int:
-    """Bytes that this machine has sent to itself."""
+    """Returns the bytes that this machine has sent to itself."""
     line = next(
         line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("lo:")
     )

@@ -1,12 +1,13 @@
-"""Tokens a second of a recipe's run against transformers' Trainer as it comes, on the same rows under the
-same ZeRO stage.
+"""Compares the throughput of a recipe's run with that of transformers' Trainer.
 
-python tools/bench/bench_trainer.py --model .cache/smollm2-135m --pairs 3 --out trainer.json
+    python tools/bench/bench_trainer.py --model .cache/smollm2-135m --pairs 3 --out trainer.json
 
-ours: a run as `train` starts it. trainer: `Trainer` with the same converted model, which shows what our
-    monitors and guards cost.
-base: `Trainer` with the model before its conversion, which shows what TTT costs. Each in a process of its
-    own, in turns.
+All runs have the same rows and ZeRO stage. They take turns, each in a process of its own:
+
+- ours: the run that `train` starts.
+- trainer: `Trainer` with the same converted model. The difference to ours is the cost of our monitors and
+  guards.
+- base: `Trainer` with the unconverted model. The difference to ours is the whole cost of TTT.
 """
 
 from __future__ import annotations
@@ -36,10 +37,12 @@ def main() -> None:
     parser.add_argument("--stage", type=int, default=1)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--steps", type=int, default=6, help="the first is not counted")
+    parser.add_argument("--steps", type=int, default=6, help="steps per run; the first is not counted")
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--measure", nargs=2, metavar=("FORM", "RECIPE"), help="be one such run")
+    parser.add_argument(
+        "--measure", nargs=2, metavar=("FORM", "RECIPE"), help="run as one of the measured processes"
+    )
     args = parser.parse_args()
     if args.measure:
         print("SECONDS", measure(*args.measure))
@@ -63,7 +66,7 @@ def main() -> None:
 
 
 def run(form: str, args: argparse.Namespace, folder: Path) -> float:
-    """The median seconds of a step, in a process of its own."""
+    """Runs one form in a process of its own, and returns the median seconds per step."""
     sections: dict[str, Any] = {
         "model": {"path": args.model, "dtype": args.dtype},
         "ttt": {"layers": "every:6", "chunk_size": 128},
@@ -100,8 +103,10 @@ def run(form: str, args: argparse.Namespace, folder: Path) -> float:
 
 
 def measure(form: str, file: str) -> float:
-    """From the end of one step to the end of the next; on one thread of a CPU in seconds of the processor,
-    which others do not lengthen."""
+    """Returns the median seconds between the ends of two steps.
+
+    On one CPU thread these are seconds of processor time, which other processes do not lengthen.
+    """
     import torch
     from transformers import TrainerCallback
 
@@ -136,7 +141,7 @@ def measure(form: str, file: str) -> float:
 
 
 def plain(recipe: Any, converted: bool) -> Any:
-    """transformers' Trainer on the rows of the recipe."""
+    """Returns transformers' Trainer on the rows of the recipe."""
     from transformers import AutoTokenizer, Trainer
 
     from inplace_ttt.surgery import config_of, revert

@@ -1,13 +1,13 @@
-"""Kill and signal small training runs at random moments, and see that each goes on bit for bit and that no
-process stays.
+"""Kills and signals small training runs at random moments, and checks that each resumes exactly.
 
     python tools/endurance/kill_runs.py --kills 100 --out docs/results/cpu-2026-11/kills.json
     python tools/endurance/kill_runs.py --signals 20 --out docs/results/cpu-2026-11/signals.json
-    python tools/endurance/kill_runs.py --signals 10 --only SIGUSR1 SIGHUP --out
-    docs/results/cpu-2026-11/signals-schedulers.json
+    python tools/endurance/kill_runs.py --signals 10 --only SIGUSR1 SIGHUP \\
+        --out docs/results/cpu-2026-11/signals-schedulers.json
 
-A kill (-9) takes one of two processes or both, forked from one that has imported everything, so that a start
-takes a moment. A signal goes to the real command, or to its whole process group, at any moment of its life.
+A resumed run must end bit-equal to the unbroken run, and no process may be left. A kill (-9) ends one of two
+processes or both. They are forked from a process that has imported everything, so a start is quick. A signal
+goes to the real command, or to its process group, at any moment.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ RECIPE: dict[str, Any] = {
             "num_hidden_layers": 2,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
-            "attention_dropout": 0.1,  # so that the generators' states matter
+            "attention_dropout": 0.1,  # makes the generators' states matter
         },
         "dtype": "float32",
     },
@@ -65,8 +65,7 @@ RECIPE: dict[str, Any] = {
 }
 _CONTEXT = multiprocessing.get_context("forkserver")
 _STAY = 15.0
-"""Seconds in which the children of a launcher that is gone have to be gone too; one that still imports takes
-ten."""
+"""Seconds after which no child of an ended launcher may be left. A child that still imports takes ten."""
 
 
 class Run:
@@ -94,7 +93,7 @@ class Run:
             process.start()
 
     def end(self) -> None:
-        """As a launcher does: where one is gone, so is the other."""
+        """Ends both processes, as a launcher does when one of them ends."""
         for process in self.processes:
             process.kill()
             process.join()
@@ -105,7 +104,7 @@ class Run:
         return any(process.is_alive() for process in self.processes)
 
     def finish(self) -> list[int | None]:
-        """The exit codes."""
+        """Waits for both processes, and returns their exit codes."""
         while all(p.exitcode in (None, 0) for p in self.processes) and self.is_running():
             time.sleep(0.02)
         time.sleep(0.5 if any(p.exitcode for p in self.processes) else 0)
@@ -126,10 +125,10 @@ def _train(environment: dict[str, str], recipe: str, output: str) -> None:
 
 
 def kill_series(seed: int, recipe: Path, output: Path, whole: str, seconds: float) -> dict[str, Any]:
-    """One kill at a moment drawn by the seed, then a start that goes to the end.
+    """Kills a run at a moment drawn by the seed, then starts it again and lets it end.
 
-    Of five kills one is drawn by time, and most often meets a process that prepares; four by the line of the
-    log, so that they spread over steps, saves and the end, however fast the machine is.
+    One kill of five is drawn by time, and mostly hits a process that prepares. The others are drawn by the
+    line of the log. So they spread over steps, saves and the end, on a machine of any speed.
     """
     draw = random.Random(seed)
     victims, pause, wait = draw.choice(([0], [1], [0, 1])), draw.uniform(0, 0.3), draw.uniform(0, seconds)
@@ -159,14 +158,14 @@ def kill_series(seed: int, recipe: Path, output: Path, whole: str, seconds: floa
 def signal_series(
     seed: int, recipe: Path, output: Path, whole: str, seconds: float, names: Sequence[str] = SIGNALS
 ) -> dict[str, Any]:
-    """One signal to the command or to its process group, then a start that goes to the end."""
+    """Signals the command or its process group, then starts the run again and lets it end."""
     draw = random.Random(seed)
     number, group = signal.Signals[draw.choice(names)], draw.random() < 0.5
     command = [sys.executable, "-m", "inplace_ttt.cli", "train", str(recipe), "--set", f"output={output}"]
     with open(f"{output}.log", "ab") as log:
         launcher = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
     started, wait = time.monotonic(), draw.uniform(0, seconds)
-    # while it trains, saves and ends; else at any moment, of which most go into imports
+    # half of the signals come after the first checkpoint; the others at any moment, mostly during imports
     if draw.random() < 0.5:
         wait = draw.uniform(0, 3)
         while not has_checkpoint(output) and launcher.poll() is None:
@@ -178,7 +177,7 @@ def signal_series(
         (os.killpg if group else os.kill)(launcher.pid, number)
     try:
         code = launcher.wait(120)
-    except subprocess.TimeoutExpired:  # it counts as processes that are left
+    except subprocess.TimeoutExpired:  # the report counts it as a process that is left
         code = None
     until, left = time.monotonic() + _STAY, of_run(output)
     began = time.monotonic()
@@ -202,7 +201,7 @@ def signal_series(
 
 
 def of_run(output: Path) -> list[int]:
-    """Processes that have the output in their command line."""
+    """Returns the ids of the processes with the output folder in their command line."""
     found = []
     for process in psutil.process_iter(["cmdline"]):
         if process.pid != os.getpid() and f"output={output}" in (process.info["cmdline"] or []):
@@ -211,7 +210,7 @@ def of_run(output: Path) -> list[int]:
 
 
 def state(output: Path) -> str:
-    """What a start finds."""
+    """Returns the state of the output folder that the next start will find."""
     if (output / "train_report.json").exists():
         return "finished"
     steps = [int(mark.parent.name.rpartition("-")[2]) for mark in output.glob("checkpoint-*/complete")]
@@ -231,7 +230,10 @@ def has_checkpoint(output: Path) -> bool:
 
 
 def digest(output: Path) -> str | None:
-    """Of every tensor of the trained model, and of the losses of every step; None without a report."""
+    """Returns a digest of the trained model's tensors and of the losses of all steps.
+
+    Returns None if the run has no report.
+    """
     if not (output / "train_report.json").exists():
         return None
     total = hashlib.sha256()
@@ -243,7 +245,7 @@ def digest(output: Path) -> str | None:
 
 
 def report(results: dict[str, list[dict[str, Any]]], seconds: int) -> dict[str, Any]:
-    """All series so far."""
+    """Returns the report on all series so far."""
     about: dict[str, Any] = {"command": " ".join(["python", *sys.argv]), "seconds": seconds, "recipe": RECIPE}
     for kind, runs in results.items():
         ended = {
@@ -268,7 +270,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30.0, help="begin no series after this time")
     parser.add_argument("--out", type=Path, required=True, help="JSON file")
     options = parser.parse_args()
-    # a shell's background job, and what it starts, would ignore it
+    # a shell's background job and its children would ignore it
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -1,17 +1,16 @@
-"""A text of 100,000 tokens read in one session, behind a window: does what the process holds stay the same?
+"""Reads 100,000 tokens in one session behind a window, and measures the memory of the process.
 
-    python tools/endurance/long_session.py runs/memory/ridge-0/final --out
-    docs/results/cpu-2026-11/long-session.json
+    python tools/endurance/long_session.py runs/memory/ridge-0/final \\
+        --out docs/results/cpu-2026-11/long-session.json
 
-Reads the files of --text one after the other as one text, with a cache that keeps a window and its sinks.
-After every 10,000 tokens: the process's largest resident memory since the last ones, bytes of state and
-cache, tokens a second. The state is compared with that of the paper's rule, which is as large as the weight.
+The files of --text are read one after the other as one text. The cache keeps a window and its sinks. A row is
+printed after every 10,000 tokens: the largest resident memory since the last row, bytes of state and cache,
+and tokens per second. The state is compared with that of the paper's rule, which has the size of the weight.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 import time
 from pathlib import Path
@@ -42,14 +41,14 @@ def main() -> int:
         type=Path,
         default=TEXT,
         metavar="DIR",
-        help="of .txt files (default: what `make text` fetched)",
+        help="folder of .txt files (default: the texts of `make text`)",
     )
     parser.add_argument("--tokens", type=int, default=100_000, metavar="N")
     parser.add_argument(
         "--every", type=int, default=10_000, metavar="N", help="tokens between two rows of the table"
     )
     parser.add_argument("--window", type=int, default=256, metavar="N")
-    parser.add_argument("--out", type=Path, help="write the figures here as well")
+    parser.add_argument("--out", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
     results = Results(args.out and args.out.parent)
     model = inplace_ttt.load(args.model).eval()
@@ -69,7 +68,7 @@ def main() -> int:
 
 
 def token_ids(model: str, folder: Path, tokens: int) -> torch.Tensor:
-    """[1, tokens] of the files in order of their names."""
+    """Returns the token ids [1, tokens] of the files, in the order of their names."""
     tokenizer, found = AutoTokenizer.from_pretrained(model), []
     for file in sorted(folder.rglob("*.txt")):
         found += tokenizer(file.read_text()).input_ids
@@ -82,10 +81,10 @@ def token_ids(model: str, folder: Path, tokens: int) -> torch.Tensor:
 
 
 def sizes(model: Any) -> dict[str, int]:
-    """Bytes of the float32 state of one sequence, and of one that is as large as the weights."""
+    """Returns the bytes of one float32 state, and of one with the sizes of the weights."""
     config, maps = config_of(model), [features(layer)[::-1] for layer in fast_weights(model).values()]
     return {
-        "state_bytes": 4 * sum(math.prod(config.state_shape(d, h)) for d, h in maps),
+        "state_bytes": config.state_bytes(maps),
         "paper_state_bytes": 4 * sum(d * h for d, h in maps),
     }
 
@@ -116,9 +115,9 @@ def read(model: Any, ids: torch.Tensor, window: int, every: int) -> list[dict[st
 
 def render(result: dict[str, Any]) -> None:
     share = result["state_bytes"] / result["paper_state_bytes"]
-    print(f"state {result['state_bytes'] / 1e6:.1f} MB, {share:.2f} of what the paper's rule holds\n")
+    print(f"state {result['state_bytes'] / 1e6:.1f} MB, {share:.2f} of the paper's rule's state\n")
     print(
-        "| tokens read | largest resident memory, MB | state, MB | keys and values, MB | tokens a second "
+        "| tokens read | largest resident memory, MB | state, MB | keys and values, MB | tokens per second "
         "|\n|---|---|---|---|---|"
     )
     for row in result["rows"]:

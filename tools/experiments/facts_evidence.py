@@ -1,16 +1,16 @@
-"""Does a model answer what it read, once it was trained to? Facts told in books, and asked for beyond the
-attention window.
+"""Measures if a model answers questions about facts that it read beyond its attention window.
 
-python tools/experiments/facts_evidence.py [--model M] [--runs R ...] [--seeds 0 1 2] [--far] [--one-process]
-[--out OUT]
+    python tools/experiments/facts_evidence.py [--model M] [--runs R ...] [--seeds 0 1 2] [--far] [--one-process] \\
+        [--out OUT]
 
-A model learns by recipes/evidence/smollm2-facts-cpu.yaml, behind a window of 256 tokens and 4 sinks, from
-statements of other relations than those that `inplace-ttt evaluate --facts` asks for. Four held-out texts
-tell four records each; the questions come 1,024 and 4,096 tokens later and, with --far, in two texts 16,384
-and 65,536 tokens later, for the first seed. "gated" are compact keys with a gate of writes, "gate held at 1"
-the same weights with all tokens counting alike, after it. What is in OUT.json is done, and so is every step
-kept under runs/facts; the next call goes on where the last one stopped. Gemma is there after `python
-tools/fetch/get_model.py --model gemma-3-270m`.
+A model is trained by recipes/evidence/smollm2-facts-cpu.yaml, behind a window of 256 tokens and 4 sinks. The
+training facts have other relations than those that `inplace-ttt evaluate --facts` asks for. Four held-out
+texts state four records each. The questions come 1,024 and 4,096 tokens later. With --far, two texts are also
+asked 16,384 and 65,536 tokens later, for the first seed.
+
+The run "gated" is the preset `ridge` with a gate of writes. "gate held at 1" has the same weights, and its
+gate weighs all tokens alike. The script resumes: it skips the results in OUT.json and the steps under
+runs/facts. `python tools/fetch/get_model.py --model gemma-3-270m` fetches Gemma.
 """
 
 from __future__ import annotations
@@ -45,15 +45,18 @@ RECIPE = ROOT / "recipes" / "evidence" / "smollm2-facts-cpu.yaml"
 RIDGE = ("--preset", "ridge", "--set", "ridge=0.1", "--calibrate", str(kept_runs.TRAIN))
 RECORDS, TOKENS = 4, 2048
 NEAR, FAR = (4, (1024, 4096)), (2, (16384, 65536))
-"""Documents, and distances between facts and questions."""
+"""Number of documents, and distances in tokens between facts and questions."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """convert: options beyond the layers; settings: of the recipe. trained: or read as converted, which is
-        the base.
+    """A model to ask.
 
-    without_gate_of: the run whose weights these are, with all writes counting alike.
+    Attributes:
+        convert: options of `inplace-ttt convert`, apart from the layers.
+        settings: settings of the recipe.
+        trained: False to read the model as converted, which is the base.
+        without_gate_of: the run with the same weights and an active gate; None for a run of its own.
     """
 
     convert: tuple[str, ...]
@@ -63,7 +66,7 @@ class Run:
 
 
 GRADIENT = ("--preset", "gradient", "--eta", "0.04", "--calibrate", str(kept_runs.TRAIN))
-"""η as memory_evidence.py's conversion chose it for SmolLM2-135M."""
+"""Options of untrained gradient steps. The conversion in memory_evidence.py chose this η for SmolLM2-135M."""
 GATED = (*RIDGE, "--set", "write_gate=true")
 RUNS = {
     "gated": Run(GATED),
@@ -100,7 +103,7 @@ def main() -> int:
     parser.add_argument(
         "--out", type=Path, help="default: docs/results/cpu-2026-11/facts, with the name of another model"
     )
-    parser.add_argument("--table", action="store_true", help="run nothing, print what is there")
+    parser.add_argument("--table", action="store_true", help="run nothing; print the kept results")
     args = parser.parse_args()
     model = MODELS[args.model]
     out = args.out or ROOT / "docs" / "results" / "cpu-2026-11" / "-".join(
@@ -116,7 +119,7 @@ def main() -> int:
             found = measure(
                 model, name, seed, part, documents, distances, ONE_PROCESS if args.one_process else ()
             )
-            results, runs = known(out, protocol)  # as it is now: another call may have written
+            results, runs = known(out, protocol)  # read again: another call may have written
             runs.setdefault(name, {}).setdefault(str(seed), {}).update(found)
             results.put(
                 out.name,
@@ -130,7 +133,7 @@ def main() -> int:
 
 
 def known(out: Path, protocol: dict[str, Any]) -> tuple[Results, dict[str, dict[str, Any]]]:
-    """Where results are kept, and those that are there, by run and seed."""
+    """Returns the kept results, and the runs in them by name and seed."""
     results = Results(out.parent, "name another --out, or delete it")
     return results, (results.get(out.name, protocol=protocol) or {"runs": {}})["runs"]
 
@@ -144,7 +147,7 @@ def measure(
     distances: tuple[int, ...],
     settings: tuple[str, ...],
 ) -> dict[str, Any]:
-    """Convert, train, ask; what is done already is left alone."""
+    """Converts, trains and asks. A step that is done already is skipped."""
     run, work = RUNS[name], WORK / model.folder
     first = next(other for other in RUNS if RUNS[other].convert == run.convert)
     folder = work / f"{kept_runs.slug(name)}-{seed}"
@@ -171,7 +174,7 @@ def measure(
 
 
 def hold_gate(trained: Path, out: Path) -> None:
-    """Save a trained model with its gates as they began."""
+    """Saves a trained model with its gates reset to their start."""
     model = load(trained)
     for layer in fast_weights(model).values():
         assert layer.ttt.gate is not None
@@ -182,14 +185,21 @@ def hold_gate(trained: Path, out: Path) -> None:
 
 
 def print_tables(name: str, seeds: dict[str, dict[str, Any]]) -> None:
-    """What is said, by kind, distance and reading, over the seeds; and the gains of on over the others."""
+    """Prints the shares of right answers by kind, distance and reading, over the seeds.
+
+    The last columns are the differences between on and other readings.
+    """
     for part in ("near", "far"):
         tables = [values[part]["facts"] for values in seeds.values() if part in values]
         if not tables:
             continue
-        print(f"\n{name}, {part}, {len(tables)} seeds, {tables[0]['documents']} documents: said (chosen)\n")
+        print(
+            f"\n{name}, {part}, {len(tables)} seeds, {tables[0]['documents']} documents: exact match (multiple choice)\n"
+        )
         readings = list(tables[0]["readings"])
-        print(f"| distance | asked | n | {' | '.join(readings)} | on - off, said | on - mismatched, said |")
+        print(
+            f"| distance | asked | n | {' | '.join(readings)} | on - off, exact match | on - mismatched, exact match |"
+        )
         print("|---" * (5 + len(readings)) + "|")
         for place, row in enumerate(tables[0]["readings"]["on"]):
             for kind in row["kinds"]:
@@ -214,8 +224,10 @@ def print_tables(name: str, seeds: dict[str, dict[str, Any]]) -> None:
 
 
 def draw(model: str, runs: dict[str, dict[str, Any]], file: Path) -> None:
-    """What is said verbatim by distance, over the seeds, with 95 % intervals over questions, beside what the
-    base says of what it sees."""
+    """Draws the share of verbatim exact matches by distance, over the seeds, with 95 % intervals.
+
+    The untrained base with retrieval and with full attention stands beside it.
+    """
     figure, axes = pyplot.subplots(figsize=(7.5, 4.4), layout="constrained")
     for run, readings, line in (
         ("gated", ("on", "state_only", "mismatched", "off"), "-"),
@@ -239,7 +251,7 @@ def draw(model: str, runs: dict[str, dict[str, Any]], file: Path) -> None:
     axes.set(
         xscale="log",
         xlabel="tokens between a fact and its question",
-        ylabel="said verbatim",
+        ylabel="exact matches, verbatim",
         title=f"{model}, a window of {WINDOW}",
     )
     axes.set_xticks(distances, [f"{distance:,}" for distance in distances])
@@ -250,7 +262,7 @@ def draw(model: str, runs: dict[str, dict[str, Any]], file: Path) -> None:
 
 
 def _said_verbatim(seeds: Iterable[dict[str, Any]], reading: str) -> dict[int, list[bool]]:
-    """Which answers are said, by distance, over the seeds."""
+    """Returns for each distance if each answer matched, over the seeds."""
     said: dict[int, list[bool]] = {}
     for part in (values[part] for values in seeds for part in ("near", "far") if part in values):
         for row in part["facts"]["readings"].get(reading, ()):
@@ -274,7 +286,7 @@ def _share(tables: list[dict[str, Any]], reading: str, place: int, kind: str) ->
 
 
 def _gain(tables: list[dict[str, Any]], other: str, place: int, kind: str) -> str:
-    """Mean over the seeds; ± the larger of two standard errors, over documents and over seeds."""
+    """Returns the mean over the seeds. ± is the larger of two standard errors, over documents and over seeds."""
     found = [table["gains"][f"on - {other}"][place]["kinds"][kind]["exact_match"] for table in tables]
     over = Mean.of((one["mean"] for one in found), alone=0.0)
     return with_error(over.mean, max(over.stderr or 0.0, fmean(one["stderr"] or 0.0 for one in found)))

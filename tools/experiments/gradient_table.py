@@ -1,11 +1,11 @@
-"""Why the target generator's gradient was 50,000 times below W_down's: what a small start and clipping in
-training each take of it.
+"""Explains a gradient of the target generator that was 50,000 times below W_down's.
 
-python tools/experiments/gradient_table.py --model .cache/smollm2-135m --text FILE [--out FILE.json]
+    python tools/experiments/gradient_table.py --model .cache/smollm2-135m --text FILE [--out FILE.json]
 
-Gradient norms of conv, P and W_down, over all TTT layers, on one text; for each start of conv and P (both
-drawn from N(0, 1e-4²); the paper's; the paper's after one step of Adam, when it writes) with and without
-clipping every delta to 1e-5 in training. The lines at the end are factors between these cells.
+Two causes are separated: a small start, and clipping in training. The table has gradient norms of conv, P and
+W_down, over all TTT layers, on one text. Its rows are three starts of conv and P, with and without clipping
+every delta to 1e-5: both drawn from N(0, 1e-4²); the paper's; and the paper's after one step of Adam, from
+which on it writes. The lines at the end are factors between these cells.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from inplace_ttt.texts.documents import documents_in, joined_tokens
 
 SMALL, TAU = 1e-4, 1e-5
 LEARNING_RATE = 1e-4
-"""Of the run that the table is about."""
+"""Learning rate of the run that the table explains."""
 
 Start = Mapping[nn.Parameter, Tensor]
 
@@ -82,7 +82,7 @@ def main() -> int:
 
 
 def measure(model: DiagnosedModel) -> dict[str, dict[str, float | None]]:
-    """`START, CLIP` -> norms and ratios."""
+    """Returns norms and their ratios by `START, CLIP`."""
     rates = Rates(LEARNING_RATE, LEARNING_RATE, LEARNING_RATE)
     cells: dict[str, dict[str, float | None]] = {}
     with tqdm(total=6, desc="gradients", file=sys.stderr, disable=None) as bar:
@@ -108,7 +108,10 @@ def measure(model: DiagnosedModel) -> dict[str, dict[str, float | None]]:
 
 
 def factors(cells: Mapping[str, Mapping[str, float | None]]) -> dict[str, float]:
-    """By how much each cause, alone and with the other, lowers the gradient of conv and P over W_down's."""
+    """Returns factors by which each cause lowers the gradient of conv and P, relative to W_down's.
+
+    They are for each cause alone, for the clip after a small start, and for both.
+    """
     small, after = "both N(0, 1e-4²)", "the paper's after one step"
 
     def share(cell: str) -> float:

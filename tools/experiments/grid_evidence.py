@@ -1,14 +1,14 @@
-"""A small grid around the paper's rule and around `ridge`: what each choice does to the training loss, to on
-- off and to memory.
+"""Varies one choice at a time around the paper's rule and around `ridge`.
 
-python tools/experiments/grid_evidence.py [--points P ...] [--out docs/results/cpu-2026-11/grid]
+    python tools/experiments/grid_evidence.py [--points P ...] [--out docs/results/cpu-2026-11/grid]
 
-The set-up is that of memory_evidence.py, shorter: 24 steps, 12 held-out documents, one seed, the same rows
-for all. One choice at a time is moved away from the paper's rule with eta 1 and rates of 1e-3: eta, the rate,
-the scale that P starts with, a clip in training, the target's source, and which parameters learn; then away
-from `ridge`. Where every parameter learns, the base is a model that was trained alike with eta 0; LoRA of as
-many parameters as the writes have, in float32, is read beside the untouched base. What is in OUT.json is
-done; so is every step kept under runs/grid. The next call goes on where the last one stopped.
+The table has the training loss, on - off and document gain of each point. The setup is that of
+memory_evidence.py, but shorter: 24 steps, 12 held-out documents, one seed. All points have the same rows. The
+paper's rule has eta 1 and rates of 1e-3. Its variants change eta, the rate, the scale of P's start, a clip in
+training, the target's source, or the trained parameters. Where every parameter is trained, the base is a
+model that was trained alike with eta 0. LoRA has as many parameters as the writes, in float32, and is
+compared with the untrained base. The script resumes: it skips the results in OUT.json and the steps under
+runs/grid.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ROOT = evidence.ROOT
 WORK = ROOT / "runs" / "grid"
 STEPS, DOCUMENTS, TOKENS = 24, 12, 2048
 NO_STOP = "monitor.stop_write_ratio=1e9"
-"""A run whose update norm exceeds ‖W0‖ goes on: its loss is the finding."""
+"""Lets a run continue when its update norm exceeds ‖W0‖, since its loss is the finding."""
 
 
 UNTOUCHED = "the base"
@@ -42,7 +42,13 @@ UNTOUCHED = "the base"
 
 @dataclass(frozen=True)
 class Point:
-    """start: factor on P as converted. base: a point whose model is read as the base, or UNTOUCHED."""
+    """One point of the grid.
+
+    Attributes:
+        rule: conversion and training.
+        start: factor on P after conversion.
+        base: name of the point whose model is the base; UNTOUCHED for the untrained base, None for no base.
+    """
 
     rule: rules.Rule
     start: float = 1.0
@@ -54,7 +60,10 @@ def paper(*changed: str, rate: str = "1e-3", start: float = 1.0) -> Point:
 
 
 def every_parameter(eta: str, base: str | None = None) -> Point:
-    """conv and P at the rates of the others; the base's own weights at one that moves them without harm."""
+    """Trains every parameter.
+
+    conv and P have the rates of the other points. The base's weights have a rate that does no harm.
+    """
     rule = rules.papers("paper", f"eta={eta}")
     own = ("training.trainable=all", "training.learning_rate=2e-5", "training.proj_learning_rate=1e-3")
     return Point(rules.Rule(rule.convert, (*rule.settings, *own)), base=base)
@@ -101,7 +110,7 @@ def main() -> int:
         help="; ".join(POINTS).replace("%", "%%"),
     )
     parser.add_argument("--out", default=str(ROOT / "docs" / "results" / "cpu-2026-11" / "grid"))
-    parser.add_argument("--table", action="store_true", help="run nothing, print what is there")
+    parser.add_argument("--table", action="store_true", help="run nothing; print the kept results")
     args = parser.parse_args()
     kept_runs.split_texts()
     out = Path(args.out)
@@ -147,7 +156,7 @@ def folder_of(name: str) -> Path:
 
 
 def measure(name: str) -> None:
-    """Train and evaluate; what is done already is left alone."""
+    """Trains and evaluates. A step that is done already is skipped."""
     point, run = POINTS[name], train(name)
     base = (
         ()
@@ -159,7 +168,7 @@ def measure(name: str) -> None:
 
 
 def train(name: str) -> Path:
-    """Convert, scale P, train; the run's folder."""
+    """Converts, scales P and trains. Returns the folder of the run."""
     point, run = POINTS[name], folder_of(name)
     unscaled, converted = (run.with_name(f"{run.name}-{kind}") for kind in ("unscaled", "converted"))
     how = ("--layers", evidence.LAYERS, *point.rule.convert)
@@ -174,7 +183,7 @@ def train(name: str) -> Path:
 
 
 def whole(run: Path) -> Path:
-    """What a run left as one folder: LoRA merged into what it was trained on."""
+    """Returns the trained model as one folder, with LoRA merged into its base."""
     final, merged = run / "final", run / "merged"
     if not is_peft_adapter(final):
         return final
@@ -193,7 +202,7 @@ def scale_start(file: Path, factor: float) -> None:
 
 
 def found(name: str) -> dict[str, Any]:
-    """The figures of one point, losses in nats a token."""
+    """Returns the figures of one point. Losses are in nats per token."""
     run = folder_of(name)
     lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "loss" in line]
@@ -213,7 +222,7 @@ def found(name: str) -> dict[str, Any]:
 
 def print_table(rows: list[dict[str, Any]]) -> None:
     print(
-        "| point | training loss: first, highest, last | ‖ηS‖ / ‖W0‖ at the end | on - off | memory | on - "
+        "| point | training loss: first, highest, last | ‖ηS‖ / ‖W0‖ at the end | on - off | document gain | on - "
         "base |"
     )
     print("|---|---|---|---|---|---|")

@@ -1,5 +1,7 @@
-"""What the evidence's tools share: texts split in two, and folders of runs that are kept, each with what it
-was made by beside it."""
+"""Splits the texts in two, and keeps folders of runs, each with a record of its origin.
+
+The evidence's tools share this module.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,14 @@ RECIPE = ROOT / "recipes" / "evidence" / "smollm2-memory-cpu.yaml"
 TEXT = ROOT / ".cache" / "text"
 TRAIN, HELD_OUT = WORK / "text" / "train", ("--text", str(WORK / "text" / "held-out"))
 LONG_ENOUGH = 12_000
-"""Bytes of a file that surely has so many tokens."""
+"""Bytes from which on a file surely has enough tokens."""
 
 
 def split_texts() -> None:
-    """Every ninth long file is held out; links, so that the recipe and the command line see two folders."""
+    """Holds out every ninth long file.
+
+    The two folders contain links, so that a recipe and the command line can name them.
+    """
     files = sorted(TEXT.rglob("*.txt"))
     held = [file for file in files if file.stat().st_size > LONG_ENOUGH][4::9]
     folders = [WORK / "text" / name for name in ("train", "held-out")]
@@ -33,7 +38,7 @@ def split_texts() -> None:
     for folder in folders:
         folder.mkdir(parents=True, exist_ok=True)
         for link in folder.iterdir():
-            if link not in wanted or link.resolve() != wanted[link].resolve():  # of a split of other texts
+            if link not in wanted or link.resolve() != wanted[link].resolve():  # a link of another split
                 link.unlink()
     for link, file in wanted.items():
         if not link.is_symlink():
@@ -69,14 +74,17 @@ def slug(name: str) -> str:
 
 
 def stamp_of(folder: Path) -> dict[str, Any] | None:
-    """What a folder was made by, as `made_by` has written it."""
+    """Returns the record of a folder, as `made_by` wrote it; None without one."""
     file = folder.with_name(f"{folder.name}.made-by.json")
     return json.loads(file.read_text()) if file.exists() else None
 
 
 def made_by(folder: Path, **question: Any) -> None:
-    """Write beside a folder what makes it, before anything does. Raises InPlaceTTTError where something else
-    made it."""
+    """Writes the record of a folder beside it, before anything makes the folder.
+
+    Raises:
+        InPlaceTTTError: if the folder exists and its record differs.
+    """
     asked, known = json.loads(json.dumps(question)), stamp_of(folder)
     if folder.exists() and known != asked:
         raise InPlaceTTTError(
@@ -87,12 +95,13 @@ def made_by(folder: Path, **question: Any) -> None:
 
 
 def conversion(base: Path, *how: str) -> dict[str, Any]:
-    """What makes a converted folder, for `made_by`: some are measured on the texts."""
+    """Returns the record of a converted folder. It names the training texts, since some conversions measure
+    them."""
     return {"base": str(base), "how": how, "train_sha256": digests()["train_sha256"]}
 
 
 def convert(base: Path, converted: Path, *how: str) -> Path:
-    """A base converted; one that is there is left alone."""
+    """Converts a base. A folder that exists is kept."""
     made_by(converted, **conversion(base, *how))
     if not converted.exists():
         command("convert", str(base), str(converted), *how)
@@ -100,8 +109,8 @@ def convert(base: Path, converted: Path, *how: str) -> Path:
 
 
 def train(converted: Path, run: Path, seed: int, *settings: str, recipe: Path = RECIPE) -> None:
-    """A run of the recipe on the texts that are not held out; one that is finished is left alone, and another
-    goes on."""
+    """Trains by the recipe on the texts that are not held out. A finished run is kept, and an unfinished one
+    resumes."""
     same_in_any = [setting for setting in settings if setting not in ONE_PROCESS]
     made_by(run, model=stamp_of(converted), seed=seed, settings=same_in_any, **digests(recipe))
     if (run / "final").exists():
@@ -118,21 +127,23 @@ def train(converted: Path, run: Path, seed: int, *settings: str, recipe: Path = 
 
 
 def leave_untrained(converted: Path, run: Path) -> None:
-    """Make the folder of a run whose model is read as converted, without training."""
+    """Makes the folder of a run whose model is read as converted, without training."""
     made_by(run, converted=stamp_of(converted), **digests())
     run.mkdir(exist_ok=True)
 
 
 def read(run: Path, model: Path, out: str, *how: str) -> None:
-    """What `inplace-ttt evaluate` says of a model on the held-out texts, into a folder of the run; one that
-    is there is left alone."""
+    """Evaluates a model on the held-out texts by `inplace-ttt evaluate`, into a folder of the run.
+
+    A folder that exists is kept.
+    """
     made_by(run / out, how=how)
     if not (run / out).exists():
         timed(run / f"{out}.seconds", "evaluate", str(model), *HELD_OUT, *how, "--out", str(run / out))
 
 
 def timed(note: Path, *words: str) -> None:
-    """A command, and its seconds with those of earlier starts that did not come to its end."""
+    """Runs a command, and notes its seconds together with those of earlier, interrupted starts."""
     began, before = time.perf_counter(), int(note.read_text()) if note.exists() else 0
     try:
         command(*words)
@@ -151,5 +162,5 @@ def command(*words: str) -> None:
     if done.returncode:
         sys.exit(
             f"`inplace-ttt {words[0]}` failed with exit code {done.returncode}; its message is above, and "
-            "the same command goes on."
+            "the same command resumes."
         )

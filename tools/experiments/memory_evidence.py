@@ -1,19 +1,24 @@
-"""Do writes store memory? The paper's rule, the public code's and the `ridge` preset, trained and evaluated
-alike, over seeds.
+"""Trains and evaluates the paper's rule, the reference code's and the preset `ridge` alike, over seeds.
 
-python tools/experiments/memory_evidence.py [--model gemma-3-270m] [--rules ridge paper official] [--seeds 0 1
-2]
-    [--one-process] [--out docs/results/cpu-2026-11/memory]
+    python tools/experiments/memory_evidence.py [--model gemma-3-270m] [--rules ridge paper reference] \\
+        [--seeds 0 1 2] [--one-process] [--out docs/results/cpu-2026-11/memory]
+
+The results show if writes store the content of a document.
 
 SmolLM2-135M sees a window of 256 tokens and 4 sinks. For each rule and seed, `inplace-ttt train` trains conv
-and P alone by recipes/evidence/smollm2-memory-cpu.yaml, and `inplace-ttt evaluate` reads 26 held-out
-documents of 2,048 tokens with TTT on, off, and with a cross-document state, then with a passage that comes
-again. The first seed's models are read under full attention too, on the same documents and, on fewer, to
-three times the training length; and behind the window to eight times. What is read without writes is the
-base's, and is read once for all. Gemma 3 270M (`tools/fetch/get_model.py --model gemma-3-270m`) keeps its own
-attention, windows of 512 tokens and in each sixth layer all of the text, and is read past token 512; its
-results are memory-gemma-3-270m. What is in OUT.json is done; so is every step kept under runs/memory. The
-next call goes on where the last one stopped. OUT.json, OUT.png and the tables have what is there so far.
+and P alone by recipes/evidence/smollm2-memory-cpu.yaml. `inplace-ttt evaluate` then reads 26 held-out
+documents of 2,048 tokens with TTT on, off, and with another document's state. It also reads each with a
+passage that repeats.
+
+The models of seed 0 are read in three more ways: with full attention; with full attention at three times the
+training length, on fewer documents; and behind the window at eight times. Losses without writes are those of
+the base, and are measured once for all rules.
+
+Gemma 3 270M (`tools/fetch/get_model.py --model gemma-3-270m`) keeps its own attention: windows of 512 tokens,
+and the whole text in each sixth layer. It is scored past token 512. Its results are in memory-gemma-3-270m.
+
+The script resumes: it skips the results in OUT.json and the steps under runs/memory. OUT.json, OUT.png and the
+tables have all results so far.
 """
 
 from __future__ import annotations
@@ -44,10 +49,12 @@ DOCUMENTS, TOKENS, WINDOW = 26, 2048, 256
 LONG_DOCUMENTS, LONG = 12, 3 * TOKENS
 FAR_DOCUMENTS, FAR = 8, 8 * TOKENS
 BESIDES = ("full_attention", "beyond_training", "far_beyond")
-"""What seed 0 is read for besides."""
+"""Further readings of seed 0."""
 CHOSEN_ON = 10
-"""The first documents: on them the rates, the start of P and the rank and η of `ridge` were chosen; the
-others are unseen."""
+"""Number of documents on which choices were made: the rates, the start of P, the rank and η of `ridge`.
+
+The other documents are unseen.
+"""
 
 LOSSES = ("off", "on", "mismatched")
 COLUMNS = (
@@ -63,11 +70,16 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Model:
-    """What learns and is read. window: that it is trained and read behind, or its own attention. past: the
-    first tokens that do not count.
+    """A model to train and read.
 
-    folder: of its runs under runs/memory, and of its results' name. settings: of the recipe. besides: what
-        seed 0 is read for.
+    Attributes:
+        base: folder of the base.
+        layers: TTT layers, as on the command line.
+        window: attention window in training and reading; None for the model's own attention.
+        past: number of first tokens that are not scored.
+        folder: name of its folder under runs/memory and of its results.
+        settings: settings of the recipe.
+        besides: further readings of seed 0.
     """
 
     base: Path
@@ -128,16 +140,16 @@ def main() -> int:
         help="train the same batches in one process: for one core, or little memory",
     )
     parser.add_argument(
-        "--besides", nargs="*", choices=BESIDES, help="what seed 0 is read for besides (default: all)"
+        "--besides", nargs="*", choices=BESIDES, help="further readings of seed 0 (default: all)"
     )
     parser.add_argument(
         "--out", type=Path, help="default: docs/results/cpu-2026-11/memory, with the name of another model"
     )
-    parser.add_argument("--table", action="store_true", help="run nothing, print what is there")
+    parser.add_argument("--table", action="store_true", help="run nothing; print the kept results")
     args = parser.parse_args()
     model = MODELS[args.model]
     if args.besides is not None and not set(args.besides) <= set(model.besides):
-        parser.error(f"{args.model} is read as it is trained alone; leave --besides out")
+        parser.error(f"{args.model} has no further readings; leave --besides out")
     name = "-".join(word for word in ("memory", model.folder) if word)
     out = args.out or ROOT / "docs" / "results" / "cpu-2026-11" / name
     kept_runs.split_texts()
@@ -160,7 +172,7 @@ def main() -> int:
 
 
 def measure(model: Model, name: str, seed: int, besides: Iterable[str]) -> None:
-    """Convert, train, evaluate; what is done already is left alone."""
+    """Converts, trains and evaluates. A step that is done already is skipped."""
     rule, run = RULES[name], model.work / f"{kept_runs.slug(name)}-{seed}"
     first = next(other for other in RULES if RULES[other].convert == rule.convert)
     layers = ("--layers", model.layers) if rule.trains else ()
@@ -198,7 +210,7 @@ def measure(model: Model, name: str, seed: int, besides: Iterable[str]) -> None:
 
 @dataclass
 class Record:
-    """What was measured: by rule and seed, what `_seed` gives. OUT.json holds it."""
+    """Results by rule and seed, as `_seed` returns them. OUT.json holds them."""
 
     results: Results
     name: str
@@ -217,7 +229,7 @@ class Record:
         )
 
     def collect(self) -> None:
-        """What lies under runs/memory."""
+        """Adds the results under runs/memory."""
         for name in RULES:
             for run in self.model.work.glob(f"{kept_runs.slug(name)}-[0-9]*"):
                 if (
@@ -227,21 +239,21 @@ class Record:
                     continue
                 if not kept_runs.digests().items() <= (kept_runs.stamp_of(run) or {}).items():
                     print(
-                        f"{run} was trained by another recipe or on other texts, and is left aside",
+                        f"{run} was trained by another recipe or on other texts, and is skipped",
                         file=sys.stderr,
                     )
                 else:
                     self.seeds[name, int(run.name.rpartition("-")[2])] = _seed(run)
 
     def rows(self) -> list[dict[str, Any]]:
-        """A rule after the other, each over its seeds."""
+        """Returns one row per rule, over its seeds."""
         found = {name: [self.seeds[key] for key in sorted(self.seeds) if key[0] == name] for name in RULES}
         return [
             {"rule": name, **_over_seeds(seeds), "seeds": seeds} for name, seeds in found.items() if seeds
         ]
 
     def having(self, *what: str) -> list[tuple[str, dict[str, Any]]]:
-        """Rule and values of each seed that was read in one of these ways."""
+        """Returns rule and values of each seed that has one of these readings."""
         return [
             (row["rule"], seed) for row in self.rows() for seed in row["seeds"] if seed.keys() & set(what)
         ]
@@ -283,10 +295,10 @@ def print_tables(record: Record) -> None:
         if gains:
             print(f"On {where}, full attention gains {gains[0]:.4f} over the window.")
     print(
-        f"\nSeed 0, on - off and memory: full attention, at and past {TOKENS} of {LONG} tokens; the "
+        f"\nSeed 0, on - off and document gain: full attention, at and past {TOKENS} of {LONG} tokens; the "
         f"window, past {TOKENS} of {FAR}:\n"
     )
-    print(f"| rule | {'on - off | memory | ' * len(BESIDES)}memory up to {TOKENS}, at the end |")
+    print(f"| rule | {'on - off | document gain | ' * len(BESIDES)}document gain at {TOKENS}, at the end |")
     print("|---" * (2 + 2 * len(BESIDES)) + "|")
     for name, values in beside:
         pairs = [
@@ -302,8 +314,10 @@ def print_tables(record: Record) -> None:
 
 
 def print_beside_training(rows: list[dict[str, Any]]) -> None:
-    """What the rules gain over what is trained alike without writes; errors as if the two had read other
-    documents, so too large."""
+    """Prints the gain of the rules beside models that were trained alike without writes.
+
+    Errors are computed as if the two had read different documents, so they are too large.
+    """
     for other in rows:
         if not RULES[other["rule"]].writes:
             gains = (
@@ -317,8 +331,8 @@ def _less(value: dict[str, float], other: dict[str, float]) -> str:
 
 
 def draw(record: Record, file: Path) -> None:
-    """On - off and memory by position behind the window, up to and beyond the length of the rows in
-    training."""
+    """Draws on - off and document gain by position, behind the window, up to and beyond the length of the
+    training rows."""
     read = record.having("far_beyond")
     if not read:
         return
@@ -347,7 +361,7 @@ def draw(record: Record, file: Path) -> None:
 
 
 def _seed(run: Path) -> dict[str, Any]:
-    """What was found for one seed."""
+    """Returns the results of one seed."""
     found = _evaluation(run / "evaluation")
     values = {"seed": int(run.name.rpartition("-")[2]), **_numbers(found)}
     values |= {key: found["repeated_passage"][key] for key in ("repeated_passage", "between")}
@@ -366,7 +380,7 @@ def _numbers(found: dict[str, Any]) -> dict[str, Any]:
     values = {
         key: found[key] for key in ("on", "off", "mismatched", "difference", "generic_gain", "document_gain")
     }
-    # without a base beside it, off is the base: conv and P alone have learnt
+    # without a base beside it, off is the base: conv and P alone have learned
     values["gain"] = found["gain"] or found["difference"]
     if len(found["documents"]) == DOCUMENTS:
         unseen = found["documents"][CHOSEN_ON:]

@@ -1,4 +1,4 @@
-"""What the evidence trains alike: rules of the memory, and what one would train in their place."""
+"""Rules that the evidence trains, and models without writes that it trains for comparison."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 WORK = ROOT / "runs" / "memory"
 ONE_PROCESS = ("parallel.nproc_per_node=1", "training.gradient_accumulation_steps=2")
-"""Where logits are large, the same batch as two processes have."""
+"""Settings for large logits: the batch of two processes in one process."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """convert: options beyond the layers; settings: of the recipe. writes: or it is what one would train in
-        writes' place.
+    """A conversion and its training.
 
-    trains: or it is read as converted, with the layers and η that the conversion chose on the training texts.
+    Attributes:
+        convert: options of `inplace-ttt convert`, apart from the layers.
+        settings: settings of the recipe.
+        writes: False for a model that is trained without writes, for comparison.
+        trains: False to read the model as converted, with the layers and η that the conversion chose on
+            the training texts.
     """
 
     convert: tuple[str, ...]
@@ -27,34 +31,36 @@ class Rule:
     trains: bool = True
 
     def trained(self, *settings: str) -> Rule:
-        """The same, with more settings of the recipe."""
+        """Returns the same rule with more settings of the recipe."""
         return dataclasses.replace(self, settings=(*self.settings, *settings))
 
 
 def without_writes(*settings: str) -> Rule:
-    """Trained alike on the same rows with η 0: what the training does that is no fast weight."""
+    """Returns a rule with η 0. It shows the part of the gain that training gives without fast weights."""
     return dataclasses.replace(papers("paper", "eta=0").trained(*settings), writes=False)
 
 
 def papers(preset: str, *changed: str, rate: str = "1e-3") -> Rule:
-    """A rule of the paper's kind at the same chunk size, with settings of the config changed, and one
-    learning rate for conv and P."""
+    """Returns a rule of the paper's kind at the same chunk size.
+
+    conv and P share one learning rate.
+    """
     rates = (f"training.learning_rate={rate}", f"training.conv_learning_rate={rate}")
     return Rule(("--preset", preset, "--chunk-size", "128", *_set(changed)), rates)
 
 
 def ttt_ntp(*changed: str) -> Rule:
-    """TTT-NTP's training form, which has no conv."""
+    """Returns TTT-NTP's training form, which lacks conv."""
     return papers("ttt_ntp", *changed).trained("training.conv_learning_rate=null")
 
 
 def ridge(*changed: str) -> Rule:
-    """The preset with some of the config's settings changed."""
+    """Returns the preset `ridge` with some settings changed."""
     return Rule(("--preset", "ridge", "--calibrate", str(WORK / "text" / "train"), *_set(changed)))
 
 
 def gradient(*options: str) -> Rule:
-    """Loss gradients as targets, untrained."""
+    """Returns the preset `gradient`, untrained."""
     return Rule(("--preset", "gradient", "--calibrate", str(WORK / "text" / "train"), *options), trains=False)
 
 
@@ -64,12 +70,12 @@ def _set(settings: Iterable[str]) -> Iterator[str]:
 
 _TARGETS = "[q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj]"
 LORA = ("training.trainable=lora", f"training.lora.targets={_TARGETS}", "training.lora.rank=4")
-"""It has 968 thousand parameters; conv and P of three layers have 1,004 thousand."""
+"""Settings of LoRA with 968 thousand parameters; conv and P of three layers have 1,004 thousand."""
 
 RULES = {
     "ridge": ridge(),
     "paper": papers("paper", "eta=1"),
-    "official": papers("official", "eta=3"),
+    "reference": papers("reference", "eta=3"),
     **{f"paper, eta {eta}": papers("paper", f"eta={eta}") for eta in (0.04, 0.004)},
     "gradient": gradient(),
     **{f"gradient, chunks of {size}": gradient("--chunk-size", str(size)) for size in (64, 256)},
@@ -95,5 +101,5 @@ RULES = {
         for eta in (1, 3)
     },
 }
-MAIN = ("ridge", "paper", "official")
-"""What is run where nobody names the rules; the others are one thing changed."""
+MAIN = ("ridge", "paper", "reference")
+"""Rules that run by default. Each other rule changes one choice."""

@@ -1,14 +1,15 @@
-"""Does an untrained model repeat the facts of a short note? Loss gradients as targets, by η, layers, steps
-and readings.
+"""Measures if an untrained model repeats the facts of a short note, by η, layers, steps and readings.
 
-python tools/experiments/notes_evidence.py [--model .cache/smollm2-135m] [--notes 4] [--out
-docs/results/cpu-2026-11/notes]
+    python tools/experiments/notes_evidence.py [--model .cache/smollm2-135m] [--notes 4] \\
+        [--out docs/results/cpu-2026-11/notes]
 
 A note consists of two records of invented facts (`inplace_ttt.tasks.facts`), about 190 tokens. The model
-reads it 1, 2, 4 or 8 times; the KV cache is dropped after each reading, so that the answers come from the
-fast weights alone. Each question is put to a fork of the session. "said" is the share of answers that greedy
-decoding begins with; "mismatched", the same after the next note. "text" is what the note's state changes of
-the loss of another text, 512 tokens of a play, in nats per token. In float32. What is in OUT.json is done.
+reads it 1, 2, 4 or 8 times. The KV cache is dropped after each reading, so the answers come from the fast
+weights alone. Each question goes to a fork of the session, in float32.
+
+A share counts exact matches, where greedy decoding begins with the answer. "mismatched" is the same share
+after the next note. "text" is the change of loss of another text by the note's state: 512 tokens of a play,
+in nats per token. The script skips the results in OUT.json.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def main() -> int:
 def measure(
     model: Any, tokenizer: Any, config: InPlaceTTTConfig, notes: list[Facts], play: Tensor
 ) -> list[dict[str, Any]]:
-    """One row for each number of readings."""
+    """Returns one row for each number of readings."""
     convert(model, config)
     calibrate(model, [play[:, 8192:9216]])
     other = play[:, 2048:2560]
@@ -126,7 +127,7 @@ def measure(
 
 
 def said(session: Session, facts: Facts, tokenizer: Any) -> dict[str, list[bool]]:
-    """Whether each answer is said, by kind of question."""
+    """Returns for each kind of question if each answer matched."""
     found: dict[str, list[bool]] = {kind: [] for kind in ASKED}
     for question in facts.questions:
         if question.kind in ASKED:
@@ -142,7 +143,8 @@ def loss(model: Any, ids: Tensor) -> float:
 
 
 def loss_with(session: Session, ids: Tensor) -> float:
-    """Loss of a text under the weights W0 + ηS of a session, which the text does not change."""
+    """Returns the loss of a text under the weights W0 + ηS of a session. The text does not change the
+    session."""
     layers, model = fast_weights(session.model), session.model
     before = {index: layer.weight.detach().clone() for index, layer in layers.items()}
     try:

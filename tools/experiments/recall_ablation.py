@@ -1,12 +1,11 @@
-"""What recall owes to which part of the method: variants of recipes/recall-cpu.yaml, some seeds each, as a
-table and a plot.
+"""Measures recall without parts of the method, as a table and a plot.
 
-python tools/experiments/recall_ablation.py --runs runs/recall-ablation --out
-docs/results/cpu-2026-11/recall-ablation
+    python tools/experiments/recall_ablation.py --runs runs/recall-ablation \\
+        --out docs/results/cpu-2026-11/recall-ablation
 
-Trains in this process with plain torch: the recipe's model, data, parameter groups and schedule without the
-launcher, which would take longer than the run. One JSON file a run; a run that is there already is not made
-again.
+The variants are of recipes/recall-cpu.yaml, with some seeds each. They are trained in this process with plain
+torch: the recipe's model, data, parameter groups and schedule, without the launcher, which would take longer
+than the run. Each run has one JSON file. A run with a file is skipped.
 """
 
 from __future__ import annotations
@@ -44,8 +43,14 @@ RECIPE = Path(__file__).parents[2] / "recipes" / "recall-cpu.yaml"
 
 @dataclass(frozen=True)
 class Variant:
-    """The recipe with some settings changed, with conv or P held at the identity, or with the state in
-    another dtype."""
+    """One variant of the recipe.
+
+    Attributes:
+        name: name in the table.
+        settings: settings that differ from the recipe.
+        identity: parts that are held at the identity: conv, proj.
+        state: dtype of the state; None for the recipe's.
+    """
 
     name: str
     settings: tuple[str, ...] = ()
@@ -73,7 +78,9 @@ def main() -> None:
         "--runs", default="runs/recall-ablation", help="folder of the runs, one JSON file each"
     )
     parser.add_argument(
-        "--out", default="runs/recall-ablation/summary", help="where the table (.json) and the plot (.png) go"
+        "--out",
+        default="runs/recall-ablation/summary",
+        help="path of the table (.json) and of the plot (.png)",
     )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=200)
@@ -82,7 +89,7 @@ def main() -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="a setting of the recipe, for every variant",
+        help="change a setting of the recipe in every variant",
     )
     args = parser.parse_args()
     results = Results(args.runs, "choose another --runs")
@@ -122,7 +129,7 @@ def main() -> None:
 
 
 def _run(variant: Variant, seed: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Train and score one variant."""
+    """Trains and scores one variant."""
     common = [f"training.seed={seed}", f"data.seed={seed}", f"training.steps={args.steps}"]
     recipe = load_recipe(RECIPE, [*args.set, *common, *variant.settings])
     settings, data, task = recipe.training, recipe.data, recipe.data.recall
@@ -136,9 +143,9 @@ def _run(variant: Variant, seed: int, args: argparse.Namespace) -> dict[str, Any
     groups = parameter_groups(model, settings)
     for group in groups:
         group["lr"] *= group["name"] not in variant.identity
-    optimiser = torch.optim.AdamW(groups, betas=settings.betas, eps=settings.epsilon)
+    optimizer = torch.optim.AdamW(groups, betas=settings.betas, eps=settings.epsilon)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimiser, [schedule(settings, args.steps, group["name"]) for group in groups]
+        optimizer, [schedule(settings, args.steps, group["name"]) for group in groups]
     )
     start, losses = time.perf_counter(), []
     with nullcontext() if variant.state is None else _state_kept_in(getattr(torch, variant.state)):
@@ -147,9 +154,9 @@ def _run(variant: Variant, seed: int, args: argparse.Namespace) -> dict[str, Any
             loss = model(**{name: column.long() for name, column in batch.items()}, use_cache=False).loss
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
-            optimiser.step()
+            optimizer.step()
             scheduler.step()
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             losses.append(loss.item())
         model.eval()
         on = recall_accuracy(model, held_out)
@@ -165,7 +172,7 @@ def _run(variant: Variant, seed: int, args: argparse.Namespace) -> dict[str, Any
 
 @torch.no_grad()
 def _hold_at_identity(model: nn.Module, kinds: tuple[str, ...]) -> None:
-    """V = X · P without conv, V = Conv(X) without P; the learning rate 0 keeps them so."""
+    """Sets V = X · P without conv, or V = Conv(X) without P. A learning rate of 0 keeps them so."""
     for layer in fast_weights(model).values():
         if "conv" in kinds:
             layer.ttt.conv.zero_()
@@ -176,7 +183,7 @@ def _hold_at_identity(model: nn.Module, kinds: tuple[str, ...]) -> None:
 
 @contextmanager
 def _state_kept_in(dtype: torch.dtype) -> Iterator[None]:
-    """Within it, every TTT layer rounds its state to `dtype` after each chunk; rows are one document each."""
+    """Rounds the state of every TTT layer to `dtype` after each chunk. Each row must be one document."""
 
     def rounded(
         z: Tensor,

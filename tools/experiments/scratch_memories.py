@@ -1,10 +1,10 @@
-"""The memories against each other, from scratch: every system with every seed of a recipe, as one table.
+"""Trains the memories from scratch, every system with every seed of a recipe, and prints one table.
 
-python tools/experiments/scratch_memories.py recipes/memories/scratch-recall-cpu.yaml --json
-docs/results/cpu-2026-11/scratch-recall.json
+    python tools/experiments/scratch_memories.py recipes/memories/scratch-recall-cpu.yaml \\
+        --json docs/results/cpu-2026-11/scratch-recall.json
 
-One JSON file a run; a run that is there already is not made again, so it may be stopped at any time and
-started anew.
+Each run has one JSON file, and a run with a file is skipped. So the command can be stopped at any time and
+started again.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def main() -> int:
     )
     parser.add_argument("recipe", type=Path)
     parser.add_argument(
-        "--set", nargs="+", default=[], metavar="KEY=VALUE", help="put values over the recipe's"
+        "--set", nargs="+", default=[], metavar="KEY=VALUE", help="replace settings of the recipe"
     )
     parser.add_argument(
         "--runs", type=Path, help="folder of the runs, one JSON file each (default: runs/<recipe>)"
     )
-    parser.add_argument("--json", type=Path, help="write the table and all figures here as well")
+    parser.add_argument("--json", type=Path, help="also write the table and all figures to this file")
     args = parser.parse_args()
     folder = Path("runs") / args.recipe.stem if args.runs is None else args.runs
     try:
@@ -63,10 +63,10 @@ def main() -> int:
 
 
 def run(settings: Scratch, task: Task, results: Results) -> list[dict[str, Any]]:
-    """Every run, seed by seed, so that what is there early is a whole table. Runs of other settings are
-    refused first.
+    """Runs all systems, seed by seed, so that early results already make a whole table.
 
-    A run that diverges stops no other; it is named at the end.
+    Results of other settings are refused before anything runs. A run that diverges does not stop the others;
+    the error at the end names it.
     """
     todo = [(seed, system) for seed in settings.seeds for system in settings.systems]
     held = {of: results.get(f"{of[1]}-{of[0]}", asked=asked_of(settings, of[1])) for of in todo}
@@ -91,7 +91,7 @@ def run(settings: Scratch, task: Task, results: Results) -> list[dict[str, Any]]
 
 
 def asked_of(settings: Scratch, system: str) -> dict[str, Any]:
-    """What a run depends on besides its seed: not the other systems."""
+    """Returns the settings that a run depends on, apart from its seed and the other systems."""
     shared = {
         name: value
         for name, value in dataclasses.asdict(settings).items()

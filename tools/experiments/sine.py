@@ -1,8 +1,8 @@
-"""The proof of concept of Titans on sine waves: the next element of a noisy wave, with and without a memory.
+"""Repeats the proof of concept of Titans: predict the next element of a noisy sine wave.
 
-A window of C elements sees C noisy points; whoever remembers the whole wave knows its frequency and phase
-better. Models: Titans' memory as context with one or two memory layers, attention on the window alone, an
-LSTM.
+A window of C elements has C noisy points. A model that remembers the whole wave has a better estimate of its
+frequency and phase. The models are Titans' memory as context with one or two memory layers, attention on the
+window alone, and an LSTM.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ from inplace_ttt.reports.statistics import Mean
 
 @dataclass(frozen=True)
 class Waves:
-    """sin(2πt / period + phase) + noise: periods log-uniform between two bounds, any phase, normal noise of
-    that spread."""
+    """Waves sin(2πt / period + phase) + noise.
+
+    Periods are log-uniform between two bounds. Phases are uniform. `noise` is the standard deviation of
+    normal noise.
+    """
 
     length: int = 500
     train: int = 64
@@ -49,10 +52,11 @@ class Waves:
 
 @dataclass(frozen=True)
 class Training:
-    """Adam. phases: of the C residues that a position has modulo C, how many a step trains on, drawn anew for
-    each step.
+    """Training by Adam.
 
-    validation_phases: how many the validation error is taken on, always the same.
+    Attributes:
+        phases: number of residues modulo C on which a step is trained, drawn anew for each step.
+        validation_phases: number of residues modulo C for the validation error; always the same ones.
     """
 
     epochs: int = 50
@@ -68,9 +72,14 @@ class Training:
 
 @dataclass(frozen=True)
 class Sine:
-    """One table: every model with every seed, which sets the waves, the start and the order of the data.
+    """Settings of one table: every model with every seed.
 
-    segment: C. mac: more options of `MACModel`. published: a test error for each model, to print beside ours.
+    A seed sets the waves, the start and the order of the data.
+
+    Attributes:
+        segment: C.
+        mac: more options of `MACModel`.
+        published: a test error for each model, to print beside ours.
     """
 
     models: list[str] = field(default_factory=lambda: ["attention", "mac-1", "mac-2", "lstm"])
@@ -98,8 +107,8 @@ class Sine:
 
 
 class WindowAttention(nn.Module):
-    """The MAC model without memory and persistent tokens: encoder layers on the last C elements, and one
-    linear map."""
+    """The MAC model without memory and persistent tokens: encoder layers on the last C elements, and a linear
+    map."""
 
     def __init__(self, dim: int, segment: int) -> None:
         super().__init__()
@@ -116,7 +125,7 @@ class WindowAttention(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """An LSTM from the wave's first element on, with a learnt start."""
+    """An LSTM from the wave's first element on, with a learned start."""
 
     def __init__(self, dim: int, segment: int) -> None:
         super().__init__()
@@ -141,14 +150,23 @@ BUILDERS: dict[str, Callable[[Sine], nn.Module]] = {
 
 
 def by_phase(every: Tensor, segment: int, phases: Tensor, fill: float = 0.0) -> Tensor:
-    """What there is for positions C … T − 1, [B, T − C, …], as [B, ⌈(T − C) / C⌉, n, …], filled up behind
-    T."""
+    """Groups values of the positions C … T − 1 by their residue modulo C.
+
+    Args:
+        every: values [B, T − C, …].
+        segment: C.
+        phases: the n residues to keep.
+        fill: value of positions behind T.
+
+    Returns:
+        Values [B, ⌈(T − C) / C⌉, n, …].
+    """
     tail = every.new_full((every.shape[0], -every.shape[1] % segment, *every.shape[2:]), fill)
     return torch.cat([every, tail], dim=1).unflatten(1, (-1, segment))[:, :, phases]
 
 
 def waves(count: int, settings: Waves, seed: int) -> Tensor:
-    """[count, length, 1]."""
+    """Returns waves [count, length, 1]."""
     g = torch.Generator().manual_seed(seed)
     short, long = (math.log(period) for period in settings.periods)
     frequency = torch.exp(-torch.empty(count, 1).uniform_(short, long, generator=g))
@@ -158,15 +176,17 @@ def waves(count: int, settings: Waves, seed: int) -> Tensor:
 
 
 def error(model: nn.Module, x: Tensor, segment: int, phases: Tensor) -> Tensor:
-    """Mean squared error of the predicted elements of x [B, T, 1] whose place modulo C is among `phases`."""
+    """Returns the mean squared error over elements of x [B, T, 1] whose position modulo C is among `phases`."""
     wanted = by_phase(x[:, segment:], segment, phases, fill=math.nan)
     inside = ~wanted.isnan()
     return F.mse_loss(model.every_next(x, phases)[inside], wanted[inside])  # type: ignore[operator]
 
 
 def train_one(name: str, seed: int, settings: Sine) -> dict[str, Any]:
-    """One model with one seed: trained, chosen by its validation error after an epoch, tested on every
-    position."""
+    """Trains one model with one seed, and tests it on every position.
+
+    The tested weights are those of the epoch with the lowest validation error.
+    """
     started = time.monotonic()
     training, c = settings.training, settings.segment
     data, held, test = (waves(n, settings.waves, 3 * seed + i) for i, n in enumerate(sizes(settings.waves)))
@@ -210,7 +230,7 @@ def sizes(settings: Waves) -> tuple[int, int, int]:
 
 
 def table(rows: list[dict[str, Any]], settings: Sine) -> list[dict[str, Any]]:
-    """Mean and standard error over the seeds of each model, and its error relative to attention's."""
+    """Returns the mean and standard error over the seeds of each model, beside the published error."""
     lines = []
     for name in settings.models:
         found = Mean.of((row["test_mse"] for row in rows if row["model"] == name), alone=math.nan)

@@ -1,7 +1,6 @@
-"""The sine-wave table of Titans' proof of concept: our test errors, over seeds, beside the published ones.
+"""Prints the sine-wave table of Titans' proof of concept, our test errors beside the published ones.
 
-python tools/experiments/sine_waves.py recipes/memories/sine-cpu.yaml --json
-docs/results/cpu-2026-11/sine.json
+python tools/experiments/sine_waves.py recipes/memories/sine-cpu.yaml --json docs/results/cpu-2026-11/sine.json
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ def main() -> int:
     )
     parser.add_argument("recipe", type=Path)
     parser.add_argument(
-        "--set", nargs="+", default=[], metavar="KEY=VALUE", help="put values over the recipe's"
+        "--set", nargs="+", default=[], metavar="KEY=VALUE", help="replace settings of the recipe"
     )
     parser.add_argument(
-        "--json", type=Path, help="write the figures here as well; what it holds already is not run again"
+        "--json", type=Path, help="also write the figures to this file; runs that it holds are skipped"
     )
     args = parser.parse_args()
     try:
@@ -50,8 +49,7 @@ def main() -> int:
 
 
 def run(settings: Sine, file: Path | None) -> list[dict[str, object]]:
-    """Every model with every seed; each result is saved when it is there, so that a run can be taken up
-    again."""
+    """Runs every model with every seed. Each result is saved at once, so an interrupted command can resume."""
     about = {
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),

@@ -1,15 +1,13 @@
-"""What a soft prompt gains: learnt keys and values that every token sees, as many numbers as conv and P have,
-trained on the same rows.
+"""Measures the gain of a soft prompt: learned keys and values that every token sees.
 
-python tools/experiments/soft_prompt.py [--rates 3e-3] [--seeds 0 1 2] [--out
-docs/results/cpu-2026-11/soft-prompt]
+    python tools/experiments/soft_prompt.py [--rates 3e-3] [--seeds 0 1 2] [--out docs/results/cpu-2026-11/soft-prompt]
 
-SmolLM2-135M behind the window of `memory_evidence.py`, with its recipe's rows, batches, steps and schedule,
-in one process; in place of writes, 87 keys and values in every layer are trained (prefix tuning), which begin
-as those of the first row's first tokens. The base stays as it is. Then the held-out documents of
-`memory_evidence.py` are read, beside the base, over the tokens that its tables are over. A prompt is the same
-for every document, so that it remembers none. What is in OUT.json is done, and the next call goes on with the
-others.
+The prompt replaces the writes, and has as many numbers as conv and P. SmolLM2-135M has the window of
+`memory_evidence.py`, and its recipe's rows, batches, steps and schedule, in one process. 87 keys and values
+in every layer are trained (prefix tuning). They start as those of the first row's first tokens. The base is
+frozen. The held-out documents of `memory_evidence.py` are read with and without the prompt, and scored over
+the same tokens. A prompt is the same for every document, so it stores none. The script skips the results in
+OUT.json.
 """
 
 from __future__ import annotations
@@ -44,14 +42,14 @@ from inplace_ttt.training.loop.parameters import schedule
 from inplace_ttt.training.recipe.recipe import Recipe, load_recipe
 
 PREFIX = 87
-"""Of 11,520 numbers each, 1,002 thousand; conv and P of three layers have 1,004 thousand."""
+"""Length of the prompt. Each of its positions has 11,520 numbers: 1,002 thousand in all, where conv and P of
+three layers have 1,004 thousand."""
 CHUNK = 128
-"""In pieces of so many tokens the rules' documents are read, and these."""
+"""Number of tokens per piece of text, as in the reading of the other rules."""
 
 
 class SoftPrompt(nn.Module):
-    """Keys and values [layers, 2, 1, H, PREFIX, D], float32, that stand before the first token in every
-    layer's cache."""
+    """Keys and values [layers, 2, 1, H, PREFIX, D], float32, before the first token in every layer's cache."""
 
     def __init__(self, model: PreTrainedModel, ids: Tensor) -> None:
         super().__init__()
@@ -59,11 +57,12 @@ class SoftPrompt(nn.Module):
         with torch.no_grad(), attention_window(model, PREFIX):
             model(ids[:, :PREFIX], **{CACHE: cache}, use_cache=True)
         keys_and_values = [torch.stack([layer.keys, layer.values]) for layer in cache.layers]
-        self.learnt = nn.Parameter(torch.stack(keys_and_values).float())
+        self.learned = nn.Parameter(torch.stack(keys_and_values).float())
 
     def put_into(self, cache: Cache, model: PreTrainedModel) -> None:
-        """Into an empty cache of `window_cache`, whose next token stays the first."""
-        for layer, (keys, values) in zip(cache.layers, self.learnt.to(model.dtype), strict=True):
+        """Puts the prompt into an empty cache of `window_cache`. The next token still counts as the first
+        one."""
+        for layer, (keys, values) in zip(cache.layers, self.learned.to(model.dtype), strict=True):
             layer.lazy_initialization(keys, values)
             layer.keys, layer.values = keys, values
 
@@ -109,7 +108,7 @@ def main() -> int:
 
 
 def measure(seed: int, rate: float) -> dict[str, Any]:
-    """Train one, and read the held-out documents with and without it."""
+    """Trains a prompt, and reads the held-out documents with and without it."""
     began = time.perf_counter()
     settings = (f"data.train={TRAIN}", f"training.seed={seed}", f"data.seed={seed}")
     recipe = load_recipe(RECIPE, [*settings, f"training.learning_rate={rate}"])
@@ -138,7 +137,7 @@ def measure(seed: int, rate: float) -> dict[str, Any]:
 
 
 def trained(model: PreTrainedModel, recipe: Recipe, rows: Any) -> tuple[SoftPrompt, list[float]]:
-    """By AdamW over the recipe's steps, and each step's loss."""
+    """Trains a prompt by AdamW over the recipe's steps. Returns it with the loss of each step."""
     o, batch = recipe.training, recipe.training.batch_size * recipe.parallel.world
     prompt = SoftPrompt(model, torch.tensor([rows[0]["input_ids"]]))
     optimizer = torch.optim.AdamW(
@@ -165,7 +164,7 @@ def trained(model: PreTrainedModel, recipe: Recipe, rows: Any) -> tuple[SoftProm
 
 
 def read(model: PreTrainedModel, ids: Tensor, prompt: SoftPrompt) -> Tensor:
-    """Token losses [1, T - 1] with a prompt."""
+    """Returns token losses [1, T - 1] with a prompt."""
 
     def begin(cache: Cache) -> None:
         if not cache.layers[0].is_initialized:

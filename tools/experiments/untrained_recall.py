@@ -1,15 +1,13 @@
-"""What compact keys and least squares do for a layer's recall, before anything is trained, and what they
-cost.
+"""Measures recall and cost of whitened keys and least squares in one layer, before any training.
 
-python tools/experiments/untrained_recall.py [--layers 6 12] [--ranks 64 288 432] [--ridge 0.1 1] [--seeds 0 1
-2]
-    [--out docs/results/cpu-2026-11/untrained-recall.json]
+    python tools/experiments/untrained_recall.py [--layers 6 12] [--ranks 64 288 432] [--ridge 0.1 1] [--seeds 0 1 2] \\
+        [--out docs/results/cpu-2026-11/untrained-recall.json]
 
-SmolLM2-135M reads held-out documents in which a passage of 512 tokens stands again 1,024 tokens later. A
-layer's memory is written with its own keys and, as values, the centred embedding of the next token: what a
-convolution with one tap and P = I makes. The recall is how often, on the second copy, what is read is nearest
-to the right one of all 49,152 embeddings. Costs are times of keys and op over that of the plain
-down-projection, forward, one thread, median of pairs. A seed that is in OUT.json is done.
+SmolLM2-135M reads held-out documents in which a passage of 512 tokens repeats 1,024 tokens later. A layer's
+state is written with its own keys. The values are centered embeddings of the next token, as a convolution
+with one tap and P = I makes them. Recall is the share of tokens in the second copy for which the right one of
+all 49,152 embeddings is nearest to the read. Cost is the forward time of keys and op over that of the plain
+down-projection, on one thread, median of pairs. A seed in OUT.json is skipped.
 """
 
 from __future__ import annotations
@@ -53,7 +51,12 @@ Keys = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Variant:
-    """rank: of whitened keys, None for raw ones. ridge: λ of least squares, None for the sum."""
+    """Keys and a rule.
+
+    Attributes:
+        rank: rank of whitened keys; None for raw keys.
+        ridge: λ of least squares; None for the sum.
+    """
 
     rank: int | None
     ridge: float | None
@@ -71,7 +74,7 @@ class Variant:
         return SumRule() if self.ridge is None else RidgeRule(self.ridge)
 
     def numbers(self, d: int, h: int) -> int:
-        """Of a state; of the symmetric sum of KᵀK, half."""
+        """Returns the numbers of a state. The symmetric sum KᵀK counts half."""
         width = self.rank or h
         return d * width + (0 if self.ridge is None else width * (width + 1) // 2)
 
@@ -84,13 +87,20 @@ def main() -> int:
     parser.add_argument("--ranks", nargs="+", type=int, default=[64, 128, 256, 288, 432, 512, 576, 1024])
     parser.add_argument("--ridge", nargs="+", type=float, default=[0.01, 0.1, 1.0])
     parser.add_argument(
-        "--documents", type=int, default=8, help="to read, and as many again to measure keys on (default: 8)"
+        "--documents",
+        type=int,
+        default=8,
+        help="documents to read; keys are measured on as many others (default: 8)",
     )
     parser.add_argument(
-        "--seeds", nargs="+", type=int, default=[0, 1, 2], help="of the documents and the passages' places"
+        "--seeds",
+        nargs="+",
+        type=int,
+        default=[0, 1, 2],
+        help="seeds of the documents and the passages' places",
     )
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="write the figures here as well")
+    parser.add_argument("--out", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
     torch.set_num_threads(1)
     variants = [
@@ -125,8 +135,8 @@ def main() -> int:
 
 
 def measure(model: Any, seed: int, variants: list[Variant], args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Recall by layer and cost of each variant, on the documents of a seed."""
-    table = centred(model)
+    """Returns recall by layer and cost of each variant, on the documents of a seed."""
+    table = centered(model)
     known, read, starts = documents(args.documents, seed)
     directions = leading(model, known, max(args.ranks))
     z = inputs(model, read)
@@ -146,7 +156,7 @@ def measure(model: Any, seed: int, variants: list[Variant], args: argparse.Names
 
 
 def print_table(variants: list[Variant], layers: list[int], seeds: list[list[dict[str, Any]]]) -> None:
-    """Means over the seeds."""
+    """Prints means over the seeds."""
     print(f"| keys | rule | numbers | {' | '.join(f'layer {layer}' for layer in layers)} | cost |")
     print(f"|---|---|---|{'---|' * (len(layers) + 1)}")
     for place, variant in enumerate(variants):
@@ -158,8 +168,13 @@ def print_table(variants: list[Variant], layers: list[int], seeds: list[list[dic
 
 
 def documents(count: int, seed: int) -> tuple[Tensor, Tensor, list[int]]:
-    """Token ids [count, T] to measure on, other ones with their passage twice, and where the passages
-    start."""
+    """Draws documents.
+
+    Returns:
+        Token ids [count, T] to measure keys on, token ids [count, T] of other documents with a repeated
+            passage each, and
+        the starts of the passages.
+    """
     tokenizer, rows = tokenizer_of(str(MODEL)), []
     files = documents_in([TEXT])
     random.Random(seed).shuffle(files)
@@ -180,7 +195,7 @@ def documents(count: int, seed: int) -> tuple[Tensor, Tensor, list[int]]:
 
 @torch.no_grad()
 def inputs(model: Any, rows: Tensor) -> dict[int, Tensor]:
-    """Every TTT layer's down-projection input [B, T, h]."""
+    """Returns every TTT layer's down-projection inputs [B, T, h]."""
     found: dict[int, list[Tensor]] = {layer: [] for layer in fast_weights(model)}
     with disable_ttt(model), seeing(model) as seen:
         for row in rows:
@@ -190,15 +205,15 @@ def inputs(model: Any, rows: Tensor) -> dict[int, Tensor]:
     return {layer: torch.cat(parts) for layer, parts in found.items()}
 
 
-def centred(model: Any) -> Tensor:
-    """The embeddings [vocabulary, d] less their mean."""
+def centered(model: Any) -> Tensor:
+    """Returns the embeddings [vocabulary, d] minus their mean."""
     table = model.get_input_embeddings().weight.detach()
     return table - table.mean(0)
 
 
 @torch.no_grad()
 def leading(model: Any, rows: Tensor, rank: int) -> dict[int, Directions]:
-    """The directions of every TTT layer's down-projection inputs."""
+    """Returns the directions of every TTT layer's down-projection inputs."""
     found: dict[int, Directions] = {}
     for layer, z in inputs(model, rows).items():
         reader = LeadingDirections(z.shape[-1], rank)
@@ -208,22 +223,22 @@ def leading(model: Any, rows: Tensor, rank: int) -> dict[int, Directions]:
 
 
 def keys_of(found: Directions, rank: int | None) -> Keys:
-    """Keys whose mean square is one: raw ones scaled, or whitened ones."""
+    """Returns a function to keys with a mean square of one: scaled raw keys, or whitened ones."""
     if rank is None:
-        scale = ((1 - float(found.centre.square().sum())) / found.trace) ** 0.5
+        scale = ((1 - float(found.center.square().sum())) / found.trace) ** 0.5
         return lambda z: z * scale
     directions = whitened(
         found._replace(values=found.values[:rank], vectors=found.vectors[:, :rank]), KeyWhitening().shrinkage
     )
     keys = WhitenedKeys(directions.shape[1], len(directions))
     keys.directions.copy_(directions)
-    keys.centre.copy_(found.centre)
+    keys.center.copy_(found.center)
     return keys
 
 
 @torch.no_grad()
 def recall(keys: Tensor, values: Tensor, rows: Tensor, starts: list[int], table: Tensor, rule: Rule) -> float:
-    """The share of a passage's next tokens that its second copy reads back first."""
+    """Returns the share of a passage's next tokens that the read ranks first in its second copy."""
     layout = ChunkLayout.from_lengths([[TOKENS]] * len(rows), CHUNK)
     read = fast_weight(keys, values, None, eta=1.0, layout=layout, rule=rule)
     passage, directions, hits = Passage(), torch.nn.functional.normalize(table, dim=1), []
@@ -236,8 +251,10 @@ def recall(keys: Tensor, values: Tensor, rows: Tensor, starts: list[int], table:
 
 @torch.no_grad()
 def cost(z: Tensor, values: Tensor, weight: Tensor, keys: Keys, rule: Rule, repeats: int) -> dict[str, float]:
-    """Plain down-projection, keys and op, over the plain down-projection alone: median and range of paired
-    times."""
+    """Returns the time of down-projection, keys and op over that of the plain down-projection.
+
+    These are median and range of paired times.
+    """
     layout = ChunkLayout.from_lengths([[TOKENS]], CHUNK)
 
     def timed(run: Callable[[], object]) -> float:

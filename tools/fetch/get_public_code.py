@@ -1,8 +1,8 @@
-"""Get the files of public implementations that tests run, at pinned commits, from GitHub.
-
-Their licences are their own; nothing of them is installed or becomes part of this project.
+"""Gets files of public implementations that the tests run, at pinned commits, from GitHub.
 
     python tools/fetch/get_public_code.py       # prints .cache/public-code
+
+They keep their own licenses. Nothing of them is installed or becomes part of this project.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from _fetch import FetchError, check_sha256, is_complete, log, new_folder, run_t
 
 @dataclass(frozen=True)
 class Source:
-    """A repository at a commit; files: where each is kept -> its path there and its content's sha256."""
+    """A repository at a commit. `files` maps the local path to the path there and the sha256 of the
+    content."""
 
     repository: str
     commit: str

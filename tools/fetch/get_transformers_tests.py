@@ -1,9 +1,8 @@
-"""Get the tests that transformers' source distribution brings for every model, of the version that is
-installed.
-
-Read out of the published archive (nothing is installed). The wheel leaves the tests out.
+"""Gets the tests of every model from transformers' source distribution, in the installed version.
 
     python tools/fetch/get_transformers_tests.py       # prints .cache/transformers-tests
+
+They are read out of the published archive, and nothing is installed. The wheel leaves the tests out.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from pathlib import Path
 
 from _fetch import Archive, fetch, is_complete, log, new_folder, run_tool
 
-# transformers version -> its source distribution. Another version has other tests: add it here, and see what
-# differs.
+# transformers version -> its source distribution. Another version has other tests: add it here, and compare
+# the results.
 ARCHIVES = {
     "5.23.0": Archive(
         registry="PyPI",
@@ -42,7 +41,7 @@ def get_tests(out: Path) -> Path:
     archive = ARCHIVES.get(installed)
     if archive is None:
         log(
-            f"transformers {installed} is installed, and its own tests are known of {', '.join(ARCHIVES)} "
+            f"transformers {installed} is installed, and its own tests are listed for {', '.join(ARCHIVES)} "
             "alone, so they do not run"
         )
         return out

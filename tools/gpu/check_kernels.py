@@ -1,8 +1,8 @@
-"""The kernels against the sequential reference on this machine's GPU, without pytest: every line of the table
-must hold.
+"""Compares the kernels with the sequential reference on this machine's GPU, without pytest.
 
-python tools/gpu/check_kernels.py [--few] [--smoke]    # exits with 1 when one does not; --smoke: through
-Triton's interpreter
+    python tools/gpu/check_kernels.py [--few] [--smoke]
+
+Exits with 1 if a line of the table does not hold. --smoke runs through Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 ETA = 0.02
 _PROCESSES = 16
-"""At most, each with the card's memory for its context."""
+"""Largest number of processes. Each takes GPU memory for its context."""
 # name -> documents of each row in eighths of a chunk, and the row length with its padding
 DOCUMENTS: dict[str, tuple[list[list[tuple[int, int]]], int]] = {
     "one": ([[(0, 61)]], 61),
@@ -50,12 +50,14 @@ def main() -> int:
 
 
 def checks(device: str, smoke: bool, part: int = 0, parts: int = 1) -> Iterator[dict[str, Any]]:
-    """A row for each case: name, ok, the worst error relative to the largest entry, its bound and where it
-    is.
+    """Yields a row for each case: name, ok, the worst error relative to the largest entry, its bound and its
+    place.
 
-    part, parts: only every parts-th group of cases, so that several processes compile and check side by side.
+    Args:
+        part, parts: run only every parts-th group of cases, so that several processes compile and check
+            side by side.
     """
-    # chunk size, d, h: tiles by descriptor, with edges; by pointer, for chunks or rows that are not whole
+    # chunk size, d, h: tiles by descriptor, with edges; by pointer, for chunks or rows without whole
     # vectors; documents of up to 1365 tokens (51 in the smoke run) in the dual form
     shapes = {
         "descriptors": (192, 328, 712), "pointers": (75, 129, 203), "short": (64, 1024, 2048), "SmolLM2-135M": (256, 576, 1536),
@@ -95,12 +97,12 @@ def checks(device: str, smoke: bool, part: int = 0, parts: int = 1) -> Iterator[
 
 def _row(name: str, errors: dict[str, float], bound: float) -> dict[str, Any]:
     where = max(errors, key=lambda key: errors[key])
-    ok = all(error < bound for error in errors.values())  # false of NaN
+    ok = all(error < bound for error in errors.values())  # NaN gives False
     return {"name": name, "ok": ok, "worst": errors[where], "bound": bound, "where": where}
 
 
 def _broken(name: str, error: BaseException, bound: float) -> dict[str, Any]:
-    """The row of a case that raised, with where it did."""
+    """Returns the row of a case that raised, with the place of the error."""
     where = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     trace = "".join(traceback.format_exception(error))[-4000:]
     return {
@@ -114,10 +116,10 @@ def _broken(name: str, error: BaseException, bound: float) -> dict[str, Any]:
 
 
 def on_all_cores(device: str, smoke: bool) -> Iterator[dict[str, Any]]:
-    """The checks in a process a core, which is where the time to compile goes; the kernels stay compiled for
-    who comes next.
+    """Runs the checks in one process per core, since most of the time goes into compiling.
 
-    A part whose process dies, as after an illegal address, is a row that does not hold.
+    The compiled kernels stay in Triton's cache. A part whose process dies, as after an illegal address, gives
+    a row that does not hold.
     """
     parts = 1 if smoke else min(len(os.sched_getaffinity(0)), _PROCESSES)
     if parts == 1:
@@ -181,8 +183,10 @@ def _run(
 
 @contextlib.contextmanager
 def _candidate(number: int) -> Iterator[None]:
-    """Without tuning, the tile of that number of each kernel's candidates: what runs here does not depend on
-    the winner."""
+    """Takes a fixed candidate of each kernel's tiles in place of the tuned one.
+
+    So the checks do not depend on the winner of the tuning.
+    """
     from inplace_ttt.kernels import gram, tuning, walk
 
     def tiles(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -228,8 +232,10 @@ def _convolutions(device: str, smoke: bool) -> Iterator[dict[str, Any]]:
 
 
 def _least_squares(device: str, smoke: bool) -> Iterator[dict[str, Any]]:
-    """Chunks together, inverse factors, float32 in two halves; wide keys, few keys, gates, clips, a state,
-    packed rows."""
+    """Checks least squares: several chunks together, inverse factors, and float32 in two halves.
+
+    The cases have wide keys, few keys, gates, clips, a starting state and packed rows.
+    """
     from inplace_ttt.layout import ChunkLayout
     from inplace_ttt.ops import fast_weight
     from inplace_ttt.rules import RidgeRule
@@ -292,7 +298,7 @@ def _distance(found: Tensor, expected: Tensor) -> float:
 
 @contextlib.contextmanager
 def _poisoned() -> Iterator[None]:
-    """Fresh memory is full of NaN, so that what is not written shows."""
+    """Fills new memory with NaN, so that a read of unwritten memory shows."""
     with contextlib.ExitStack() as stack:
         for owner, name in ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")):
             make = getattr(owner, name)

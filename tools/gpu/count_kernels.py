@@ -1,7 +1,8 @@
-"""Count what the op must do and move on a GPU, kernel by kernel, for the registry of shapes: no GPU needed.
+"""Counts the operations and bytes of the op on a GPU, kernel by kernel, without a GPU.
 
-python tools/gpu/count_kernels.py [--tokens 32768] [--rate 790] [--bandwidth 4.3]    # TFLOP/s, TB/s; the
-tables of docs/kernels.md
+    python tools/gpu/count_kernels.py [--tokens 32768] [--rate 790] [--bandwidth 4.3]    # TFLOP/s, TB/s
+
+Prints the tables of docs/kernels.md.
 """
 
 from __future__ import annotations
@@ -15,8 +16,7 @@ from inplace_ttt.ops.benchmark import CHUNK_SIZES, WIDTHS, Shape
 
 @dataclass(frozen=True)
 class Work:
-    """Floating-point operations and bytes of a kernel over a whole sequence, everything it needs moved
-    once."""
+    """Floating-point operations and bytes of a kernel over a whole sequence. Each operand moves once."""
 
     operations: float
     bytes: float
@@ -26,8 +26,11 @@ class Work:
 
 
 def walk(shape: Shape, reads_w0: bool, reads_all: bool) -> Work:
-    """One walk: rows read, slots written, the sum written and read again between groups, W0 read once a
-    group."""
+    """Counts one walk.
+
+    It reads rows and writes slots. Between groups it writes the sum and reads it again. W0 is read once per
+    group.
+    """
     chunks = shape.tokens // shape.chunk_size
     matrix = shape.d * shape.h
     groups = -(-(chunks - 1) // max(SLOTS_BYTES // (2 * matrix), 1))
@@ -43,7 +46,7 @@ def walk(shape: Shape, reads_w0: bool, reads_all: bool) -> Work:
 
 
 def read(shape: Shape, all_chunks: bool = True) -> Work:
-    """One product by slot: rows read, results written, each slot read once."""
+    """Counts one product by slot: it reads the rows and each slot once, and writes the results."""
     chunks = shape.tokens // shape.chunk_size
     share = 1 if all_chunks else (chunks - 1) / chunks
     return Work(
@@ -63,12 +66,12 @@ def kernels(shape: Shape) -> dict[str, Work]:
     }
 
 
-def materialising_passes(shape: Shape) -> float:
-    """Bytes of the public formulation's [chunks, d, h] tensors in 16 bits, forward and backward.
+def materializing_passes(shape: Shape) -> float:
+    """Returns the bytes of the public formulation's [chunks, d, h] tensors in 16 bits, forward and backward.
 
-    Forward: deltas written; scaled, concatenated and summed, each read and written; read. Backward: its
-        gradient written;
-    the reversed sum (two flips and a sum), the slice and the scale, each read and written; read twice.
+    Forward writes the deltas, then scales, concatenates and sums them, each with a read and a write, and
+    reads the result. Backward writes its gradient. The reversed sum (two flips and a sum), the slice and the
+    scale each read and write. Then it reads twice.
     """
     return 2 * shape.d * shape.h * (shape.tokens // shape.chunk_size) * (1 + 2 * 3 + 1 + 1 + 2 * 5 + 2)
 
@@ -86,7 +89,7 @@ def tables(tokens: int, rate: float, bandwidth: float) -> list[str]:
     lines = [
         "| model, C | a product | walk: compute, memory | read: compute, memory | bound | floor of all 7 | "
         "7 products in it "
-        "| materialising moves |",
+        "| materializing moves |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, (d, h) in WIDTHS.items():
@@ -105,12 +108,11 @@ def tables(tokens: int, rate: float, bandwidth: float) -> list[str]:
                 f"{read_compute:.2f}, {read_memory:.2f} | {bound[walk_memory > walk_compute]}, "
                 f"{bound[read_memory > read_compute]} | "
                 f"{floor:.1f} ms | {7 * shape.product / rate / 1e9 / floor:.0%} | "
-                f"{materialising_passes(shape) / bandwidth / 1e9:.1f} ms |"
+                f"{materializing_passes(shape) / bandwidth / 1e9:.1f} ms |"
             )
     lines += [
         "",
-        "| model | 2dh / (d + h): chunk norms by Gram cost less than a delta below C, the dual form is "
-        "taken up to tokens a document |",
+        "| model | 2dh / (d + h), in tokens |",
         "|---|---|",
     ]
     for name, (d, h) in WIDTHS.items():

@@ -1,8 +1,7 @@
-"""One call on a machine with a GPU: the kernels are right, how fast they are, what a whole model pays; a
-short table last.
+"""Checks the kernels on a GPU, then measures them and whole models, and prints a short table.
 
-When a check fails the rest goes on, marked as wrong. What the time does not suffice for is named. Run it
-through tools/gpu/gpu_check.sh.
+Run it through tools/gpu/gpu_check.sh. After a failed check the measurements continue, and their table is
+marked as wrong. The table names measurements that were skipped for lack of time.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 _COMPILED = (512, 4096)
-"""Chunk sizes at which the formulations that torch compiles are measured too."""
+"""Chunk sizes at which the formulations under torch.compile are measured too."""
 
 
 class Clock:
@@ -30,7 +29,7 @@ class Clock:
         self.skipped: list[str] = []
 
     def has(self, seconds: float, task: str) -> bool:
-        """Whether so much time is left; notes the task if not."""
+        """Returns True if so many seconds are left, else notes the task as skipped."""
         left = self.end - time.monotonic()
         if left < seconds:
             self.skipped.append(f"{task}: needs about {seconds:.0f} s, {max(left, 0):.0f} s left")
@@ -38,7 +37,7 @@ class Clock:
 
     @contextlib.contextmanager
     def carries_on(self, task: str) -> Iterator[None]:
-        """Note a task that breaks, so that the rest is still measured."""
+        """Notes a task that raises, so that the others are still measured."""
         try:
             yield
         except Exception as error:
@@ -48,7 +47,7 @@ class Clock:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=8.5, help="the time there is (default: 8.5)")
+    parser.add_argument("--minutes", type=float, default=8.5, help="minutes to use (default: 8.5)")
     parser.add_argument(
         "--smoke", action="store_true", help="tiny sizes on the CPU, through Triton's interpreter"
     )
@@ -59,7 +58,7 @@ def main() -> int:
 
     if not args.smoke and not torch.cuda.is_available():
         print(
-            "this machine has no CUDA GPU that torch can use; --smoke runs everything in tiny on the CPU.",
+            "torch finds no CUDA GPU on this machine; --smoke runs everything in tiny sizes on the CPU.",
             file=sys.stderr,
         )
         return 2
@@ -78,21 +77,18 @@ def main() -> int:
     rows = _all(check_kernels.on_all_cores(device, args.smoke), situations.checks(args.smoke))
     checks = _record(folder / "checks.json", about, rows, _say_check)
     wrong = [row["name"] for row in checks if not row["ok"]]
-    about["wrong"] = wrong  # stands in every file beside the figures
+    about["wrong"] = wrong  # every file has it beside the figures
     table.append(f"{len(checks) - len(wrong)} of {len(checks)} checks hold")
     table += [f"wrong: {name}" for name in wrong]
     if wrong:
-        table.append(
-            "THE KERNELS ARE WRONG HERE: the figures below show what they cost, not what they are worth."
-        )
+        table.append("THE KERNELS ARE WRONG HERE: the figures below are times of wrong results.")
 
     with clock.carries_on("everything that is timed"):
         limits = _record(folder / "ceilings.json", about, bench_kernels.ceilings(args.smoke), say)
         rate = next(row["tflops"] for row in limits if row["name"] == "product")
         copy = next(row["terabytes_per_second"] for row in limits if row["name"] == "copy")
         table.append(f"ceilings: {rate:.0f} TFLOP/s in bf16 products, {copy:.2f} TB/s copied")
-        # the bars first: a model of each rule and the first op shapes; then the rest for as long as the time
-        # lasts
+        # first the bars (a model of each rule, the first op shapes), then the others while time is left
         shapes, tasks = list(_shapes(args.smoke)), list(_model_tasks(args.smoke))
         models = _record(folder / "models.json", about, _models(tasks[:4], clock), say)
         ops = _record(folder / "op.json", about, _ops(shapes[:5], clock, args.smoke), say)
@@ -137,7 +133,7 @@ def _record(
     say: Callable[[dict[str, Any]], None],
     earlier: Iterable[dict[str, Any]] = (),
 ) -> list[dict[str, Any]]:
-    """Print the rows as they come and keep them on disk after each, so that a cut leaves what there was."""
+    """Prints each row and writes it to disk at once, so that an interrupted run keeps its rows."""
     done = [*earlier]
     for row in rows:
         done.append({**row, "clocks": _clocks()})
@@ -149,7 +145,7 @@ def _record(
 
 
 def _clocks() -> dict[str, float] | None:
-    """The GPU's clocks in MHz, power in W and temperature in °C at this moment; None without nvidia-smi."""
+    """Returns the GPU's clocks in MHz, power in W and temperature in °C; None without nvidia-smi."""
     fields = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", "-i", "0"]
     try:
@@ -194,7 +190,7 @@ def _ops(shapes: list[tuple[str, Any]], clock: Clock, smoke: bool) -> Iterable[d
         elif clock.has(
             seconds, task := f"op at {model}, {shape.tokens} tokens, chunks of {shape.chunk_size}"
         ):
-            every_form = shape.chunk_size in _COMPILED  # else compiling is most of the time
+            every_form = shape.chunk_size in _COMPILED  # compiling would take most of the time
             with clock.carries_on(task):
                 yield {
                     "model": model,
@@ -205,7 +201,7 @@ def _ops(shapes: list[tuple[str, Any]], clock: Clock, smoke: bool) -> Iterable[d
 
 
 def _model_tasks(smoke: bool) -> Iterable[tuple[dict[str, Any], float]]:
-    """What to measure of a converted model, and about how many seconds it takes."""
+    """Yields measurements of converted models, each with its approximate seconds."""
     if smoke:
         yield (
             {
@@ -284,8 +280,7 @@ def _alone(clock: Clock, smoke: bool) -> Iterable[dict[str, Any]]:
 
 
 def _tiles() -> Iterable[dict[str, Any]]:
-    """Which of its candidates each kernel took, for what, and what every one of them took, in
-    milliseconds."""
+    """Yields the tile that each kernel chose for each problem, with the milliseconds of all candidates."""
     from inplace_ttt.kernels import tuning
 
     for key, tile in tuning._chosen.items():
@@ -318,7 +313,7 @@ def _op_table(results: list[dict[str, Any]], rate: float) -> list[str]:
         copies = mine["extra_peak_bytes"] / (4 * result["d"] * result["h"])
         lines.append(
             f"{name:38}{taken * 1e3:9.2f}{mine['tflops_of_7_products'] / rate:9.2f}{mine['ratio_to_linear']['median']:9.2f}"
-            f"{faster('materialising'):>8}{faster('materialising, compiled'):>9}{faster('chunked'):>8}{copies:10.1f}"
+            f"{faster('materializing'):>8}{faster('materializing, compiled'):>9}{faster('chunked'):>8}{copies:10.1f}"
         )
     return lines
 

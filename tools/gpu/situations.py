@@ -1,8 +1,7 @@
-"""What else a GPU has to show, beside one long document: packed rows, clips, room for slots, states, CUDA
-graphs, no waiting host.
+"""Checks and times the op beyond one long document.
 
-Everything here is either a check (ok or not) or a time as a ratio to the plain linear, forward and backward,
-in paired runs.
+The cases are packed rows, clips, memory for slots, states, CUDA graphs and a host that never waits. Each is a
+check (ok or not) or a time. A time is a ratio to the plain linear, forward and backward, in paired runs.
 """
 
 from __future__ import annotations
@@ -24,7 +23,10 @@ SANITIZER_SECONDS = 150
 
 
 def checks(smoke: bool) -> Iterator[dict[str, Any]]:
-    """The op in a CUDA graph and without a host that waits; on a CPU, that a second run is the first."""
+    """Checks the op in a CUDA graph and without a waiting host.
+
+    On a CPU, it checks that a second run gives the same bits.
+    """
     for clipped in (False, True):
         name = "clipped" if clipped else "free"
         yield _check(f"the same in a second run, {name}", lambda clipped=clipped: _again(smoke, clipped))
@@ -34,13 +36,13 @@ def checks(smoke: bool) -> Iterator[dict[str, Any]]:
 
 
 def sanitizer() -> Iterator[dict[str, Any]]:
-    """The same kernels under compute-sanitizer, where that is installed."""
+    """Checks the same kernels under compute-sanitizer, if it is installed."""
     if shutil.which("compute-sanitizer"):
         yield _check("compute-sanitizer finds nothing", _sanitized)
 
 
 def _check(name: str, run: Callable[[], float]) -> dict[str, Any]:
-    """run gives an error that should be zero."""
+    """Returns the row of a check. `run` returns an error that should be zero."""
     try:
         worst, where = run(), ""
     except Exception as error:
@@ -49,7 +51,8 @@ def _check(name: str, run: Callable[[], float]) -> dict[str, Any]:
 
 
 def _op(smoke: bool, clipped: bool) -> tuple[Callable[[], list[Tensor]], Tensor]:
-    """Forward and backward over a packed row of documents of all kinds, and the keys that it reads."""
+    """Returns a forward and backward over a packed row of all kinds of documents, and the keys that it
+    reads."""
     from inplace_ttt.layout import ChunkLayout
     from inplace_ttt.ops import fast_weight
 
@@ -92,7 +95,7 @@ def _no_host_waits(clipped: bool) -> float:
 
 
 def _in_a_graph(clipped: bool) -> float:
-    """Captured once and replayed on other keys."""
+    """Returns the error of a graph that is captured once and replayed on other keys."""
     run, z = _op(False, clipped)
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
@@ -130,7 +133,7 @@ def _sanitized() -> float:
 
 
 def times(smoke: bool, repeats: int = 5) -> Iterator[tuple[str, float, Callable[[], dict[str, Any]]]]:
-    """(name, about how many seconds it takes, the measurement)."""
+    """Yields the name, the approximate seconds and the function of each measurement."""
     shape = ("tiny", 40, 72, 96, 8) if smoke else ("Qwen3-4B", 2560, 9728, 32768, 512)
     lengths = (
         {"packed with 24": [24] * 4}
@@ -177,7 +180,7 @@ def _paired(
     repeats: int,
     smoke: bool,
 ) -> dict[str, Any]:
-    """The op's time over the plain linear's, with the documents and the room given."""
+    """Returns the op's time over the plain linear's, for these documents and this memory for slots."""
     from bench_converted import paired
 
     from inplace_ttt.kernels import operands

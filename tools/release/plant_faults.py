@@ -1,9 +1,9 @@
-"""Plant a fault in each part of the package, one at a time, and see the gate catch it.
+"""Plants a fault in each part of the package, one at a time, and checks that the gate catches it.
 
-python tools/release/plant_faults.py [--only NAME ...] [--list]
+    python tools/release/plant_faults.py [--only NAME ...] [--list]
 
-Each fault is a change of one line in a copy of the checkout. The tests that should notice it are then run as
-`make test` runs them. Exits with 1 if they pass. Takes about a minute per fault on two cores.
+Each fault is a change of one line in a copy of the checkout. Then its tests run, as `make test` runs them.
+Exits with 1 if they pass. A fault takes about a minute on two cores.
 """
 
 from __future__ import annotations
@@ -23,7 +23,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Fault:
-    """A wrong line. file: of the package. tests: what is run."""
+    """A wrong line.
+
+    Attributes:
+        name: the fault in words.
+        file: file of the package.
+        right: the line in the package.
+        wrong: the line that replaces it.
+        tests: tests that must fail.
+    """
 
     name: str
     file: str
@@ -67,7 +75,7 @@ FAULTS = (
           "tests/triton_kernels/test_fast_weight.py"),
     Fault("the target is not normalized", "layer/target.py",
           "((x - self.mean) * self.gain)", "(x * self.gain)", "tests/audit/test_extensions.py"),
-    Fault("keys are not centred", "layer/whitened_keys.py", "value=-1)", "value=0)", "tests/calibration tests/test_target.py"),
+    Fault("keys are not centered", "layer/whitened_keys.py", "value=-1)", "value=0)", "tests/calibration tests/test_target.py"),
     Fault("the gate ignores its bias", "layer/write_gate.py", "** 0.5 + bias)", "** 0.5)", "tests/test_write_gate.py"),
     Fault("a stream's chunk counts twice", "layer/stream.py",
           "self._state.put(index, after)", "self._state.put(index, 2 * after)", _STREAM),
@@ -82,13 +90,13 @@ FAULTS = (
           "            tensor.zero_()\n        if self.proj_init", "            tensor.fill_(0.01)\n        if self.proj_init",
           "tests/test_surgery.py"),
     Fault("revert forgets the config", "surgery.py",
-          "    unmark(lm.config)\n    return model", "    return model", "tests/test_surgery.py"),
+          "    _replace_config(model, lm.config, unmarked(lm.config))\n    return model", "    return model", "tests/test_surgery.py"),
     Fault("a fingerprint looks at the first numbers alone", "checkpoint/fingerprint.py",
           "yield from ((f\"{prefix}.{name}\", p, None) for name, p in readable_parameters(module))",
           "yield from ((f\"{prefix}.{name}\", p, 1) for name, p in readable_parameters(module))",
           "tests/checkpoint/test_fingerprint.py tests/session"),
     Fault("a base's missing tensor is let through", "checkpoint/loading.py",
-          "    refuse_lack(model, found[\"missing_keys\"])\n    refuse_official", "    refuse_official",
+          "    refuse_lack(model, found[\"missing_keys\"])\n    refuse_reference_format", "    refuse_reference_format",
           "tests/checkpoint/test_refused_weights.py"),
     Fault("another's folder is replaced", "files/manifest.py",
           "    if entry is not None:\n", "    if False:\n", "tests/cli/test_outputs.py"),
@@ -110,7 +118,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--only", nargs="+", metavar="NAME", help="these faults alone, by a part of their names"
+        "--only", nargs="+", metavar="NAME", help="plant only faults with this text in their names"
     )
     parser.add_argument("--list", action="store_true", help="print the faults and stop")
     args = parser.parse_args()
@@ -141,12 +149,12 @@ def main() -> int:
 
 
 def plant(fault: Fault, copy: Path) -> tuple[str | None, float]:
-    """The first test that fails with the fault, None where all pass, and the seconds that it took."""
+    """Returns the first test that fails with the fault (None if all pass), and the seconds of the tests."""
     file, began = copy / "inplace_ttt" / fault.file, time.perf_counter()
     right = file.read_text(encoding="utf-8")
     if right.count(fault.right) != 1:
         raise SystemExit(
-            f"{fault.file} has {right.count(fault.right)} places like {fault.right!r}; name one."
+            f"{fault.file} has {right.count(fault.right)} places like {fault.right!r}; change the fault so that it matches one."
         )
     file.write_text(right.replace(fault.right, fault.wrong), encoding="utf-8")
     try:

@@ -1,10 +1,10 @@
-"""Install the built package in an empty environment, and run the README from a folder outside the repository.
+"""Installs the built package in an empty environment, and runs the README from another folder.
 
     python tools/release/try_package.py --dist dist        # after `python -m build`; `make package` does both
 
-For each installer: torch, the wheel, `inplace-ttt --help`, the README's first python block and its block that
-begins with `inplace-ttt convert`, then the source distribution in the wheel's place. Prints one Markdown row
-each.
+The steps of each installer are torch, the wheel, `inplace-ttt --help`, the README's first python block, and
+its block that begins with `inplace-ttt convert`. Then the source distribution replaces the wheel. Prints one
+Markdown row per installer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parents[2]
-INSTALLERS = {  # how each makes an environment, and installs into it
+INSTALLERS = {  # the commands that make an environment, and that install into it
     "pip": (
         ["{python}", "-m", "venv", "{env}"],
         ["{env}/bin/python", "-m", "pip", "install", "--quiet", "--no-cache-dir"],
@@ -32,7 +32,7 @@ INSTALLERS = {  # how each makes an environment, and installs into it
 
 
 def block(language: str, start: str) -> str:
-    """The README's block of this language that begins so."""
+    """Returns the README's block of this language with this beginning."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     return re.search(rf"^```{language}\n({re.escape(start)}.*?)^```$", text, re.DOTALL | re.MULTILINE)[1]
 
@@ -40,12 +40,13 @@ def block(language: str, start: str) -> str:
 def only(dist: Path, pattern: str) -> str:
     found = list(dist.glob(pattern))
     if len(found) != 1:
-        sys.exit(f"{dist} holds {len(found)} files {pattern} where one is tried; empty it and build again")
+        sys.exit(f"{dist} holds {len(found)} files {pattern}, and one is needed; empty it and build again")
     return str(found[0].resolve())
 
 
 def try_with(installer: str, dist: Path, torch: str, cache: Path) -> str:
-    """A row: the installer, and the seconds of each step. Whatever fails ends the program with its output."""
+    """Returns a row: the installer, and the seconds of each step. A failed step ends the program with its
+    output."""
     wheel, source = only(dist, "*.whl"), only(dist, "*.tar.gz")
     with TemporaryDirectory() as temporary:
         env, work, seconds = Path(temporary, "env"), Path(temporary, "work"), []
@@ -108,13 +109,13 @@ def main() -> None:
     parser.add_argument(
         "--torch",
         default="torch",
-        help="what is installed first (default: %(default)s, whatever the index gives)",
+        help="torch requirement, installed first (default: %(default)s, in the index's version)",
     )
     parser.add_argument(
         "--cache",
         type=Path,
         default=Path(".cache"),
-        help="where `make model text` put the model and the texts",
+        help="folder of the model and the texts from `make model text`",
     )
     args = parser.parse_args()
     rows = [try_with(installer, args.dist, args.torch, args.cache) for installer in args.installer]

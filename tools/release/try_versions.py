@@ -1,10 +1,10 @@
-"""Run a part of the tests in a new environment with other versions of what we stand on; the row goes into the
-table.
+"""Runs a part of the tests in a new environment with other versions of our dependencies.
 
     python tools/release/try_versions.py transformers==5.16.1 torch==2.13.0
 
-pip chooses peft, accelerate, deepspeed and all else that the test extra asks for. A failure leaves a row too,
-and its tests' names on stderr; the exit code is then 1.
+pip chooses peft, accelerate, deepspeed and all other requirements of the test extra. The result is a row in
+the table of docs/results/notes/versions.md. After failures the exit code is 1, and the names of the failed
+tests are on stderr.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from tempfile import TemporaryDirectory
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[2]
-TABLE = ROOT / "docs" / "results" / "versions.md"
+TABLE = ROOT / "docs" / "results" / "notes" / "versions.md"
 SHOWN = ("transformers", "torch", "peft", "accelerate", "deepspeed")
-TESTS = (  # what touches transformers, torch, peft and DeepSpeed, in about five minutes
+TESTS = (  # tests that use transformers, torch, peft and DeepSpeed; about five minutes
     "tests/laws/test_l2_streaming.py",
     "tests/laws/test_l3_packed.py",
     "tests/laws/test_l4_padding.py",
@@ -41,7 +41,7 @@ TESTS = (  # what touches transformers, torch, peft and DeepSpeed, in about five
 
 
 def run_tests(python: Path, report: Path) -> tuple[int, list[str]]:
-    """How many passed, and the names of those that did not."""
+    """Returns the number of passed tests, and the names of the others."""
     variables = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -49,7 +49,7 @@ def run_tests(python: Path, report: Path) -> tuple[int, list[str]]:
         "HF_HUB_OFFLINE": "1",
     }
     variables["PATH"] = f"{python.parent}:{os.environ['PATH']}"
-    # what DeepSpeed compiles is for one torch alone
+    # an operator that DeepSpeed compiles works with one torch only
     variables["TORCH_EXTENSIONS_DIR"] = str(report.parent / "extensions")
     command = [
         python,
@@ -67,7 +67,7 @@ def run_tests(python: Path, report: Path) -> tuple[int, list[str]]:
     ]
     done = subprocess.run(command, cwd=ROOT, env=variables, stdout=sys.stderr)
     if done.returncode not in (0, 1):
-        sys.exit(f"pytest ended with {done.returncode}; there is no row")
+        sys.exit(f"pytest ended with {done.returncode}, so no row was written; see its output above")
     cases = list(ElementTree.parse(report).iter("testcase"))
     failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
     skipped = [case for case in cases if case.find("skipped") is not None]
@@ -77,7 +77,7 @@ def run_tests(python: Path, report: Path) -> tuple[int, list[str]]:
 
 
 def add_row(cells: list[str]) -> None:
-    """Into the table, sorted, in the place of an earlier row of the same transformers and torch."""
+    """Adds a row to the sorted table. It replaces a row of the same transformers and torch."""
     head, line, table = TABLE.read_text(encoding="utf-8").partition("|---|---|---|---|---|---|---|---|\n")
     rows = [row.strip("| ").split(" | ") for row in table.splitlines()]
     rows = [row for row in rows if row[:2] != cells[:2]] + [cells]
@@ -87,7 +87,7 @@ def add_row(cells: list[str]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("requirement", nargs="+", help="as pip takes it, such as transformers==5.16.1")
+    parser.add_argument("requirement", nargs="+", help="requirement for pip, such as transformers==5.16.1")
     args = parser.parse_args()
     with TemporaryDirectory() as temporary:
         python = Path(temporary, "env", "bin", "python")

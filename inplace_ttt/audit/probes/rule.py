@@ -214,7 +214,7 @@ def loss_sum(bench: Bench, expected: Any) -> Outcome:
     return judged(holds, found, numbers, TOLERANCE)
 
 
-def no_normalisation(bench: Bench, expected: Any) -> Outcome:
+def no_normalization(bench: Bench, expected: Any) -> Outcome:
     """Measures the growth of a write with its targets and keys.
 
     The degree must be 1 in the targets, in the written keys, and in the keys that read.

@@ -26,7 +26,7 @@ def document_reset(bench: Bench, expected: Any) -> Outcome:
     found = (
         "a document starts from W0"
         if leaked < TOLERANCE
-        else f"a document reads {leaked:.3g} of a write of the one before it"
+        else f"a document reads a write of the one before it, with {leaked:.3g} times its effect"
     )
     numbers = {"read of another document": leaked}
     if bench.module.ridge is not None:
@@ -63,8 +63,8 @@ def document_grid(bench: Bench, expected: Any) -> Outcome:
         "a packed document computes the same as alone"
         if off < TOLERANCE
         else (
-            f"packed, a document differs from itself alone by {off:.3g} of a write: its chunks do not "
-            "start with it"
+            f"a packed document differs from the document alone by {off:.3g} times one write's effect: "
+            "its chunks do not start with it"
         )
     )
     return judged(off < TOLERANCE, found, {"packed against alone": off}, TOLERANCE)
@@ -87,7 +87,7 @@ def padding(bench: Bench, expected: Any) -> Outcome:
     found = (
         "padding is in no chunk and writes nothing"
         if off[worst] < TOLERANCE
-        else f"a row {worst} differs by {off[worst]:.3g} of a write"
+        else f"a row {worst} differs by {off[worst]:.3g} times one write's effect"
     )
     return judged(off[worst] < TOLERANCE, found, off, TOLERANCE)
 
@@ -110,7 +110,7 @@ def rows(bench: Bench, expected: Any) -> Outcome:
     found = (
         "rows are independent"
         if holds
-        else f"row {off.index(max(off))} of two differs from itself alone by {max(off):.3g} of a write"
+        else f"row {off.index(max(off))} differs from itself alone by {max(off):.3g} times one write's effect"
     )
     return judged(holds, found, {"row 0 against alone": off[0], "row 1 against alone": off[1]}, TOLERANCE)
 

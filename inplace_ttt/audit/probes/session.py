@@ -30,7 +30,7 @@ def take_back(bench: Bench, expected: Any) -> Outcome:
     found = (
         "tokens taken back leave nothing"
         if off[worst] < TOLERANCE
-        else f"tokens taken back {worst} leave {off[worst]:.3g} of a write"
+        else f"tokens taken back {worst} leave {off[worst]:.3g} times one write's effect"
     )
     return judged(off[worst] < TOLERANCE, found, off, TOLERANCE)
 
@@ -50,6 +50,6 @@ def saved_session(bench: Bench, expected: Any) -> Outcome:
     found = (
         "a saved stream goes on as it was"
         if off < TOLERANCE
-        else f"a saved stream goes on {off:.3g} of a write away"
+        else f"outputs of a loaded stream differ by {off:.3g} times one write's effect"
     )
     return judged(off < TOLERANCE, found, {"saved against uninterrupted": off}, TOLERANCE)

@@ -135,7 +135,7 @@ def start_identity(whole: WholeModel, expected: Any) -> Outcome:
     found = (
         "the model starts as its base"
         if off < limit
-        else f"the model starts {off:.2g} of a logit away from its base"
+        else f"the logits of the fresh model differ from its base's by {off:.2g}"
     )
     return judged(off < limit, found, numbers, limit)
 

@@ -50,7 +50,7 @@ def _split(bench: Bench, splits: dict[str, Sequence[int]], how: str) -> Outcome:
     found = (
         f"{how}, as in one call"
         if off[worst] < TOLERANCE
-        else f"{how} ({worst}), outputs differ by {off[worst]:.3g} of a write"
+        else f"{how} ({worst}), outputs differ by {off[worst]:.3g} times one write's effect"
     )
     return judged(off[worst] < TOLERANCE, found, off, TOLERANCE)
 
@@ -107,7 +107,7 @@ def stream_reset(bench: Bench, expected: Any) -> Outcome:
     found = (
         "a reset leaves nothing of the sequence before"
         if off < TOLERANCE
-        else f"after a reset, outputs differ by {off:.3g} of a write"
+        else f"after a reset, outputs differ by {off:.3g} times one write's effect"
     )
     return judged(off < TOLERANCE, found, {"after a reset against fresh": off}, TOLERANCE)
 
@@ -153,7 +153,7 @@ def open_chunk(bench: Bench, expected: Any) -> Outcome:
     found = (
         "an incomplete chunk is not written"
         if early < TOLERANCE
-        else f"an incomplete chunk is read early ({early:.3g} of a write)"
+        else f"a write of an incomplete chunk is read, with {early:.3g} times one write's effect"
     )
     return Outcome("unspecified", found, {"read before the chunk is complete": early}, TOLERANCE)
 

@@ -80,7 +80,7 @@ def conv_bias(bench: Bench, expected: Any) -> Outcome:
     found = (
         "nothing is written where the target source is zero"
         if size < TOLERANCE
-        else f"a zero source writes {size:.3g} of a write"
+        else f"a zero source writes, with {size:.3g} times one write's effect"
     )
     return judged(size < TOLERANCE, found, {"write of a zero source": size}, TOLERANCE)
 

@@ -1,4 +1,4 @@
-"""Probe of files: checkpoints, adapters, the public format and sessions must restore their contents.
+"""Probe of files: checkpoints, adapters, the reference format and sessions must restore their contents.
 
 A small model with the same settings is used.
 """
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...checkpoint.official import read_official, write_official
 from ...checkpoint.opened import load
 from ...checkpoint.reading import Checkpoint
+from ...checkpoint.reference_format import read_reference_format, write_reference_format
 from ...checkpoint.to_adapter import save_adapter
 from ...errors import InPlaceTTTError
 from ...families import CACHE
@@ -42,7 +42,7 @@ def through_a_file(whole: WholeModel, expected: Any) -> Outcome:
         changed = [f"layer {i}'s {name}" for i, layer in whole.layers.items() for name in _not_as_held(layer)]
     if changed:
         return judged(False, f"{changed[0]} differs in a state dict from the model", {"changed": changed}, 0)
-    # because the public format cannot hold a list of η
+    # because the reference format cannot hold a list of η
     single = dataclasses.replace(whole.config, eta=whole.config.eta_of(0))
     with (
         twin(single) as model,
@@ -55,7 +55,7 @@ def through_a_file(whole: WholeModel, expected: Any) -> Outcome:
         for name, file in (
             ("a checkpoint", _checkpoint),
             ("an adapter", _adapter),
-            ("the public format", _official),
+            ("the reference format", _reference_format),
         ):
             changed = file(model, probed, Path(folder))
             numbers[f"{name}: changed"] = changed
@@ -105,15 +105,15 @@ def _adapter(model: Any, probed: Probed, folder: Path) -> list[str]:
     return _unlike(load(folder / "adapter"), model, probed)
 
 
-def _official(model: Any, probed: Probed, folder: Path) -> list[str]:
-    """Returns differences after a round trip through the public format; empty if the export is refused."""
+def _reference_format(model: Any, probed: Probed, folder: Path) -> list[str]:
+    """Returns differences after a round trip through the reference format; empty if the export is refused."""
     theirs = folder / "theirs"
     theirs.mkdir()
     try:
-        write_official(theirs, Checkpoint.open(folder / "checkpoint"))
+        write_reference_format(theirs, Checkpoint.open(folder / "checkpoint"))
     except InPlaceTTTError:
         return []
-    read = read_official(Checkpoint.open(theirs))
+    read = read_reference_format(Checkpoint.open(theirs))
     own = {i: {"conv": layer.ttt.conv, "proj": layer.ttt.proj} for i, layer in fast_weights(model).items()}
     changed = [
         f"layer {i}'s {kind}"

@@ -11,8 +11,8 @@ from ..arguments import path, seed
 EXAMPLES = """examples:
   inplace-ttt audit ./smollm2-ttt
   inplace-ttt audit ./smollm2-ttt --format html --out audit.html
-  inplace-ttt audit ./official-ttt --profile official
-  inplace-ttt audit ./smollm2-ttt --compare ./official-ttt
+  inplace-ttt audit ./reference-ttt --profile reference
+  inplace-ttt audit ./smollm2-ttt --compare ./reference-ttt
   inplace-ttt audit recipes/run.yaml
 
 exit code: 0 no undeclared deviation, 1 an undeclared deviation, 2 bad input"""
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--profile",
         metavar="PROFILE",
-        help="reference to compare with: paper, official or ttt_ntp (default: paper, or the recipe's)",
+        help="method to compare with: paper, reference or ttt_ntp (default: paper, or the recipe's)",
     )
     parser.add_argument(
         "--format",

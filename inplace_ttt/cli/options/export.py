@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 
-from ..arguments import add_push, path
+from ...session.rank import RANK
+from ..arguments import add_push, path, whole
 
 EXAMPLES = """examples:
   inplace-ttt export ./smollm2-ttt ./smollm2-adapter --format adapter
   inplace-ttt export ./smollm2-adapter ./smollm2-full --format full
   inplace-ttt export runs/lora/final ./smollm2-merged --format full
-  inplace-ttt export ./qwen3-8b-ttt ./qwen3-8b-public --format official"""
+  inplace-ttt export ./qwen3-8b-ttt ./qwen3-8b-public --format reference
+  inplace-ttt export ./smollm2-gradient ./book-lora --format lora --session book.state
+  inplace-ttt export ./smollm2-gradient ./book-plain --format plain --session book.state"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,7 +22,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("out", type=path, metavar="OUT", help="folder to write")
     parser.add_argument(
-        "--format", required=True, choices=("official", "adapter", "full"), help="format to write"
+        "--format",
+        required=True,
+        choices=("reference", "adapter", "full", "plain", "lora"),
+        help="format to write; plain and lora hold a session, and need no inplace-ttt to load",
+    )
+    parser.add_argument(
+        "--session",
+        type=path,
+        nargs="+",
+        metavar="PATH",
+        help="the session that a plain checkpoint or a LoRA holds; the writes of several are added up",
+    )
+    parser.add_argument(
+        "--rank",
+        type=whole(1),
+        metavar="K",
+        help=f"rank of a LoRA, at most the model's width (default: {RANK})",
+    )
+    parser.add_argument(
+        "--text",
+        type=path,
+        metavar="PATH",
+        help="UTF-8 text whose loss is measured (default: the session's text)",
     )
     parser.add_argument(
         "--base", type=path, metavar="PATH", help="present place of an adapter's base, if it was moved"

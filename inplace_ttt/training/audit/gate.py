@@ -15,7 +15,7 @@ from ...surgery import config_of
 from ..data.data import TrainingData
 from ..model import meta_model
 from ..recipe.recipe import Recipe, load_recipe
-from .catalogue import RECIPE
+from .catalog import RECIPE
 from .probes import Run, measured_data
 from .small_model import small_model
 
@@ -38,7 +38,7 @@ def audit_recipe(
     Args:
         recipe: a recipe or its file.
         data: the run's rows, if they are built already.
-        profile: the reference to compare with; the default is the recipe's own, then "paper".
+        profile: the method to compare with; the default is the recipe's own, then "paper".
         seed: of the probes' inputs.
         progress: called before each item.
 

@@ -188,7 +188,7 @@ def _eta_warmup(run: Run) -> str:
     return ""
 
 
-def optimiser(run: Run, expected: Any) -> Outcome:
+def optimizer(run: Run, expected: Any) -> Outcome:
     """Checks that AdamW has every trained parameter once, with the recipe's rate and decay."""
     o = run.recipe.training
     text = f"AdamW {tuple(o.betas)}, gradient clipping {o.max_grad_norm:g}"

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ...attention_window import set_attention_window
 from ...calibration.calibrate import calibrate
 from ...config import InPlaceTTTConfig
-from ...converted_config import unmark
+from ...converted_config import unmarked
 from ...families import auto_class
 from ...surgery import convert
 from ..model import planned_architecture
@@ -36,8 +36,7 @@ def small_model(recipe: Recipe) -> PreTrainedModel:
     """
     config, ttt = planned_architecture(recipe)
     ttt = ttt or InPlaceTTTConfig.from_dict(config.inplace_ttt["config"])
-    unmark(config)
-    config, factor = _narrowed(config)
+    config, factor = _narrowed(unmarked(config))
     attention = "eager" if recipe.model.attn_implementation == "eager" else "sdpa"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

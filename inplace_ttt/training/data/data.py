@@ -26,7 +26,7 @@ from .mixture import Given, describe, mixed
 from .packing import Size, count, lay_out, pack
 from .report import DataReport, Tally, make_report
 from .streams import Documents, RowStream, open_stream
-from .tokenising import digest_of, token_features, tokenise
+from .tokenizing import digest_of, token_features, tokenize
 
 if TYPE_CHECKING:
     import numpy as np
@@ -182,11 +182,11 @@ def _from_files(job: _Job, cache: Path) -> TrainingData:
         _sources(data, "train"),
         _sources(data, "validation"),
     )
-    tokenised = [_tokenised(job, source, cache) for source in sources]
-    documents, source_ends = concatenate_datasets(tokenised), np.cumsum([len(part) for part in tokenised])
+    tokenized = [_tokenized(job, source, cache) for source in sources]
+    documents, source_ends = concatenate_datasets(tokenized), np.cumsum([len(part) for part in tokenized])
     order, empty = _order(documents, data.shuffle, data.seed)
     if held_sources:
-        held = concatenate_datasets([_tokenised(job, source, cache) for source in held_sources])
+        held = concatenate_datasets([_tokenized(job, source, cache) for source in held_sources])
         held_order, _ = _order(held, False, data.seed)
     else:
         held, (held_order, order) = documents, _hold_out(order, data.validation_documents, data.seed)
@@ -256,14 +256,14 @@ def _hold_out(order: np.ndarray, wanted: int, seed: int) -> tuple[np.ndarray, np
     return held, order[~np.isin(order, held)]
 
 
-def _tokenised(job: _Job, source: Source, cache: Path) -> Dataset:
+def _tokenized(job: _Job, source: Source, cache: Path) -> Dataset:
     """Returns the documents as input_ids, length, lead and digest; from the cache if it holds them."""
     data = job.recipe.data
     records, column = open_source(source, data.reading, streaming=False)
     key = _key(_FORMAT, records._fingerprint, column, job.tokenizer_key)
     processes = data.processes or min(os.cpu_count() or 1, records.data.nbytes // _BYTES_A_PROCESS)
     return records.map(
-        functools.partial(tokenise, column=column, tokenizer=job.tokenizer, source=source.name),
+        functools.partial(tokenize, column=column, tokenizer=job.tokenizer, source=source.name),
         batched=True,
         batch_size=_BATCH,
         writer_batch_size=_BATCH,

@@ -58,9 +58,9 @@ def mixed(
     needed = max(total / weight for total, weight in zip(totals, weights, strict=True)) * sum(weights)
     if needed > _MOST_REPEATED * sum(totals):
         raise InPlaceTTTError(
-            f"data.weights make a pass of {needed:.3g} tokens out of {sum(totals)}, because it ends when "
-            "every document was read; bring them "
-            f"nearer to the sizes of their sources ({', '.join(map(str, totals))} tokens)."
+            f"with data.weights, one pass over every document has {needed:.3g} tokens, and the sources have "
+            f"{sum(totals)}; choose weights nearer to the sources' sizes "
+            f"({', '.join(map(str, totals))} tokens)."
         )
     sizes = lengths.tolist()
     given, times, found = [0] * len(orders), [0] * len(orders), []

@@ -12,7 +12,7 @@ from zlib import crc32
 
 import torch
 
-from ...diagnostics.writes import labelled, longest_document
+from ...diagnostics.writes import labeled, longest_document
 from ...layout import ChunkLayout
 from ...tasks.facts import Encode
 from ..recipe.data_section import Data
@@ -42,10 +42,10 @@ def with_practice(rows: Any, data: Data, encode: Encode, begins: Sequence[int] =
         require_room(data.synthetic_facts, data.sequence_length, encode)
     if isinstance(rows, RowStream):
         return dataclasses.replace(
-            rows, transform=functools.partial(practise, data=data, encode=encode, begins=begins)
+            rows, transform=functools.partial(practiced, data=data, encode=encode, begins=begins)
         )
     return rows.with_transform(
-        lambda batch: _transposed([practise(row, data, encode, begins) for row in _rows(batch)])
+        lambda batch: _transposed([practiced(row, data, encode, begins) for row in _rows(batch)])
     )
 
 
@@ -71,7 +71,7 @@ def seen_anyway(data: Data, reach: float) -> list[str]:
     ]
 
 
-def practise(row: Row, data: Data, encode: Encode, begins: Sequence[int] = ()) -> Row:
+def practiced(row: Row, data: Data, encode: Encode, begins: Sequence[int] = ()) -> Row:
     """Returns the row, or a copy whose longest document states facts twice or repeats a passage.
 
     Padding lacks labels, and therefore never counts as a document.
@@ -84,7 +84,7 @@ def practise(row: Row, data: Data, encode: Encode, begins: Sequence[int] = ()) -
     """
     generator = random.Random(data.seed ^ crc32(torch.tensor(row["input_ids"]).numpy().tobytes()))
     layout = ChunkLayout.from_position_ids(torch.tensor([row["position_ids"]]), len(row["input_ids"]))
-    _, (start, stop) = longest_document(labelled(layout, torch.tensor([row["labels"]])))
+    _, (start, stop) = longest_document(labeled(layout, torch.tensor([row["labels"]])))
     document = slice(start + lead_of(row["input_ids"][start:stop], begins), stop)
     drawn = generator.random()
     if data.synthetic_facts is not None:

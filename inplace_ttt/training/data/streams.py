@@ -23,7 +23,7 @@ from ...texts.sources import Source
 from ..recipe.data_section import Data
 from .mixture import furthest_behind
 from .packing import pack_pieces
-from .tokenising import token_features, tokenise
+from .tokenizing import token_features, tokenize
 
 if TYPE_CHECKING:
     import datasets
@@ -95,7 +95,7 @@ def open_stream(source: Source, data: Data, tokenizer: Any, shuffle: bool) -> Op
         The documents have the columns input_ids, length, lead and digest.
     """
     records, column = open_source(source, data.reading, streaming=True)
-    to_tokens = functools.partial(tokenise, column=column, tokenizer=tokenizer, source=source.name)
+    to_tokens = functools.partial(tokenize, column=column, tokenizer=tokenizer, source=source.name)
 
     def documents(passes: int) -> datasets.IterableDataset:
         import numpy as np

@@ -33,11 +33,11 @@ def tell_facts(
         return row
     ids, answers = list(row["input_ids"]), [False] * len(row["input_ids"])
     ids[document], answers[document] = map(list, zip(*found, strict=True))
-    learnt = [
+    learned = [
         old != IGNORED and (answer or generator.random() < settings.loss_on_other_tokens)
         for old, answer in zip(row["labels"], answers, strict=True)
     ]
-    labels = [token if chosen else IGNORED for token, chosen in zip(ids, learnt, strict=True)]
+    labels = [token if chosen else IGNORED for token, chosen in zip(ids, learned, strict=True)]
     return {**row, "input_ids": ids, "labels": labels}
 
 

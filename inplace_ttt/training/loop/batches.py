@@ -69,7 +69,7 @@ def shifted(labels: Tensor) -> Tensor:
     return pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
-def where_learnt(batch: dict[str, Any]) -> dict[str, Any]:
+def where_learned(batch: dict[str, Any]) -> dict[str, Any]:
     """Restricts the logits of a batch to positions at which some row has a target.
 
     If rows ignore most of their targets (answers alone, synthetic facts), the head computes a small part of
@@ -83,9 +83,9 @@ def where_learnt(batch: dict[str, Any]) -> dict[str, Any]:
         Arguments of a causal language model, with labels [B, n] and logits_to_keep [n].
     """
     targets = batch["shift_labels"] if "shift_labels" in batch else shifted(batch["labels"])
-    learnt = targets.ne(IGNORED).any(0)
-    learnt[0] = True
-    positions = learnt.nonzero()[:, 0]
+    learned = targets.ne(IGNORED).any(0)
+    learned[0] = True
+    positions = learned.nonzero()[:, 0]
     return {
         **batch,
         "labels": targets[:, positions],

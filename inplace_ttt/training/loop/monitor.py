@@ -19,7 +19,7 @@ from ...diagnostics.diagnosis import diagnose
 from ...diagnostics.gradients import Rates
 from ...diagnostics.observing import observed, watched
 from ...diagnostics.report import write_report
-from ...diagnostics.writes import WriteHealth, labelled, longest_document
+from ...diagnostics.writes import WriteHealth, labeled, longest_document
 from ...errors import InPlaceTTTError
 from ...evaluation.comparison import compare
 from ...evaluation.protocol import Protocol
@@ -241,9 +241,7 @@ def document_to_diagnose(rows: Iterable[dict[str, Any]], chunk_size: int) -> Ten
 def _longest_document(row: dict[str, Any], chunk_size: int) -> Tensor:
     """Returns the token ids [T], int64, of a row's longest document, without padding."""
     positions, labels = (torch.as_tensor(row[name])[None] for name in ("position_ids", "labels"))
-    _, (start, stop) = longest_document(
-        labelled(ChunkLayout.from_position_ids(positions, chunk_size), labels)
-    )
+    _, (start, stop) = longest_document(labeled(ChunkLayout.from_position_ids(positions, chunk_size), labels))
     return torch.as_tensor(row["input_ids"], dtype=torch.int64)[start:stop]
 
 

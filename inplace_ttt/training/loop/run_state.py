@@ -337,7 +337,7 @@ def complete_checkpoints(output: Path) -> list[Path]:
     return [
         folder
         for _, folder in sorted(_folders(output).items())
-        if (folder / _COMPLETE).exists() and kind_in(folder) == STEP
+        if kind_in(folder) == STEP and fault(folder) is None
     ]
 
 

@@ -30,7 +30,7 @@ from ...tasks import IGNORED
 from ..data.row_order import save_position
 from ..recipe.changes import WEIGHTS
 from ..recipe.recipe import Recipe
-from .batches import held_out_batches, needs_document_lengths, where_learnt, with_document_lengths
+from .batches import held_out_batches, needs_document_lengths, where_learned, with_document_lengths
 from .guards import SkippedSteps, clip_finite
 from .held_out import held_out_sums
 from .parameters import group_settings, parameter_groups, schedule
@@ -196,7 +196,7 @@ class FastWeightTrainer(Trainer):
         """
         if needs_document_lengths(self.recipe):
             inputs = with_document_lengths(inputs)
-        outputs = model(**where_learnt(inputs), num_items_in_batch=num_items_in_batch)
+        outputs = model(**where_learned(inputs), num_items_in_batch=num_items_in_batch)
         loss = outputs.loss * self._divided_by
         # the mean of `reported` over the ranks is the loss
         reported = outputs.loss.detach() * self.accelerator.num_processes

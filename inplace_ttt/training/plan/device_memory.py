@@ -30,7 +30,7 @@ class ModelSize:
         layers: number of layers.
         queries: channels of one layer's queries, over all heads.
         keys: channels of one layer's keys, over all heads.
-        states: number of elements of each TTT layer's state.
+        states: bytes of one sequence's state, per TTT layer.
         saved: bytes that quantization saves.
     """
 
@@ -47,8 +47,8 @@ class ModelSize:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the float32 states S of one sequence, over all layers."""
-        return 4 * sum(self.states)
+        """Bytes of the states S of one sequence, over all layers."""
+        return sum(self.states)
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class DeviceMemory:
     Attributes:
         parameters: bytes of parameters and buffers.
         gradients: bytes of gradients.
-        optimiser: bytes of float32 masters and moments.
+        optimizer: bytes of float32 masters and moments.
         activations: bytes of activations.
         buckets: bytes of DeepSpeed's communication buffers.
         host: bytes that are offloaded to host memory.
@@ -67,7 +67,7 @@ class DeviceMemory:
 
     parameters: int
     gradients: int
-    optimiser: int
+    optimizer: int
     activations: int
     buckets: int
     host: int = 0
@@ -78,7 +78,7 @@ class DeviceMemory:
         """The device's bytes at the peak of a step, by part."""
         return {
             name: getattr(self, name)
-            for name in ("parameters", "gradients", "optimiser", "activations", "buckets")
+            for name in ("parameters", "gradients", "optimizer", "activations", "buckets")
         }
 
     @property
@@ -105,7 +105,7 @@ def deepspeed_memory(recipe: Recipe, model: ModelSize, step: StepCost, evaluatio
         (4 if accumulates_in_float32(recipe) else size) * model.trained // (ranks if stage >= 2 else 1)
     )
     masters = 12 if stage or size == 2 else 8
-    optimiser = masters * model.trained // (ranks if stage else 1)
+    optimizer = masters * model.trained // (ranks if stage else 1)
     parameters = size * model.parameters // (ranks if stage == 3 else 1) - model.saved + model.buffers
     buckets = 0
     if stage:
@@ -117,7 +117,7 @@ def deepspeed_memory(recipe: Recipe, model: ModelSize, step: StepCost, evaluatio
             model.parameters, _elements(settings.get("stage3_max_live_parameters", _MAX_LIVE), model)
         )
     offloads = _device(settings, "offload_optimizer") == "cpu"
-    host = optimiser if offloads else 0
+    host = optimizer if offloads else 0
     if stage == 3 and _device(settings, "offload_param") == "cpu":
         host, parameters = host + parameters, model.buffers
     # The update uses two float32 copies of the gradient, after the activations are freed.
@@ -126,7 +126,7 @@ def deepspeed_memory(recipe: Recipe, model: ModelSize, step: StepCost, evaluatio
     beside = step.activations if accumulates else step.step - own_gradients
     kept = recipe.training.gradient_checkpointing
     activations = max(beside + _shared_rows(recipe, model, one_layer=kept), update)
-    held = 0 if offloads else optimiser
+    held = 0 if offloads else optimizer
     if evaluation:
         # Between steps, ZeRO-3 keeps gradients and buckets; the other stages free them.
         evaluation += (
@@ -138,7 +138,7 @@ def deepspeed_memory(recipe: Recipe, model: ModelSize, step: StepCost, evaluatio
     return DeviceMemory(parameters, own_gradients, held, activations, buckets, host, evaluation)
 
 
-def saved_by_quantisation(recipe: Recipe, model: PreTrainedModel) -> int:
+def saved_by_quantization(recipe: Recipe, model: PreTrainedModel) -> int:
     """Returns the bytes that `model.load_in` saves on linear maps that do not learn, except the output's.
 
     Args:
@@ -216,7 +216,7 @@ def _shared_rows(recipe: Recipe, model: ModelSize, one_layer: bool) -> int:
     """
     if recipe.parallel.sequence_parallel_size == 1 or not model.states:
         return 0
-    states = [4 * recipe.training.batch_size * numbers for numbers in model.states]
+    states = [recipe.training.batch_size * state for state in model.states]
     return (max(states) if one_layer else sum(states)) + 3 * max(states)
 
 

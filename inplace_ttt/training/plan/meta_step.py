@@ -19,6 +19,7 @@ from ...surgery import causal_lm
 from ..loop.held_out import held_out_sums
 from ..model import meta_model
 from ..recipe.recipe import Recipe
+from .flops import tokens_of
 
 _PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1}
 """Matrix products, each with the position of its left factor among the arguments.
@@ -52,7 +53,7 @@ def step_cost(recipe: Recipe) -> StepCost:
         # Older transformers have the second name.
         enable = getattr(lm, "activation_checkpointing_enable", None) or lm.gradient_checkpointing_enable
         enable({"use_reentrant": False})
-    meter = _Meter(model, lm.config.get_text_config().vocab_size, _tokens(recipe))
+    meter = _Meter(model, lm.config.get_text_config().vocab_size, tokens_of(recipe))
     with torch.device("meta"), meter:
         ids, mask = _inputs(recipe)
         _loss(lm, ids, mask, recipe.training.liger).backward()
@@ -62,7 +63,7 @@ def step_cost(recipe: Recipe) -> StepCost:
 def evaluation_cost(recipe: Recipe) -> int:
     """Returns the peak bytes beside the weights for a batch of held-out rows, measured on the meta device."""
     model = _on_meta(recipe).eval()
-    meter = _Meter(model, model.config.get_text_config().vocab_size, _tokens(recipe))
+    meter = _Meter(model, model.config.get_text_config().vocab_size, tokens_of(recipe))
     with torch.device("meta"), meter:
         ids, mask = _inputs(recipe)
         held_out_sums(model, {"input_ids": ids, "attention_mask": mask}, torch.zeros_like(ids))
@@ -92,10 +93,6 @@ def _inputs(recipe: Recipe) -> tuple[Tensor, Tensor]:
         recipe.model.attn_implementation
     ]
     return ids, torch.zeros(len(ids), 1, seen, seen, dtype=torch.bool)
-
-
-def _tokens(recipe: Recipe) -> int:
-    return recipe.training.batch_size * recipe.data.sequence_length // recipe.parallel.sequence_parallel_size
 
 
 def _loss(model: PreTrainedModel, ids: Tensor, mask: Tensor, fused: bool) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +20,7 @@ from .device_memory import (
     checkpoint_bytes,
     communication,
     deepspeed_memory,
-    saved_by_quantisation,
+    saved_by_quantization,
 )
 from .flops import attention_flops, attention_of_targets, fast_weight_flops, fast_weight_sizes
 from .meta_step import StepCost, evaluation_cost, step_cost
@@ -151,8 +150,8 @@ def make_plan(recipe: Recipe, device_memory: int | None = None) -> TrainingPlan:
         queries=width * heads,
         # with fewer heads than ranks, each head is repeated until each rank has one
         keys=width * max(kv_heads, recipe.parallel.sequence_parallel_size),
-        states=tuple(math.prod(ttt.state_shape(d, h)) for d, h in fast_weight_sizes(model)),
-        saved=saved_by_quantisation(recipe, model),
+        states=tuple(ttt.state_bytes([layer]) for layer in fast_weight_sizes(model)),
+        saved=saved_by_quantization(recipe, model),
     )
     step = step_cost(recipe)
     holds_out = bool(recipe.data.validation or recipe.data.validation_documents)
@@ -275,9 +274,9 @@ def _remedy(recipe: Recipe, part: str, step: StepCost) -> str:
         return (
             "set smaller buckets in the DeepSpeed settings (reduce_bucket_size, stage3_max_live_parameters)"
         )
-    stage = {"optimiser": 1, "gradients": 2, "parameters": 3}[part]
+    stage = {"optimizer": 1, "gradients": 2, "parameters": 3}[part]
     if ranks > 1 and recipe.zero_stage < stage:
         return f"use ZeRO stage {stage} or 3"
-    if part == "optimiser":
+    if part == "optimizer":
         return "offload the optimizer to the host, or use more devices"
     return "use more devices under ZeRO-3, or train less (training.trainable)"

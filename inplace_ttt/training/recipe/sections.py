@@ -331,7 +331,7 @@ class Audit:
         deviations: the declared deviations from the profile.
     """
 
-    profile: Literal["paper", "official", "ttt_ntp"] | None = None
+    profile: Literal["paper", "reference", "ttt_ntp"] | None = None
     enabled: bool = True
     deviations: list[Deviation] = field(default_factory=list)
 

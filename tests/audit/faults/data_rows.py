@@ -73,12 +73,12 @@ def ignored(part: slice) -> Plant:
     return filled(change)
 
 
-def first_chunks_labelled(made: Row, row: list[Any]) -> None:
+def first_chunks_labeled(made: Row, row: list[Any]) -> None:
     """Of each document only the chunk that reads no write teaches anything."""
     made["labels"][made["position_ids"] >= CHUNK] = IGNORED
 
 
-def padding_labelled(made: Row, row: list[Any]) -> None:
+def padding_labeled(made: Row, row: list[Any]) -> None:
     end = row[-1].at + row[-1].length
     made["labels"][end:] = made["input_ids"][end:]
 
@@ -170,7 +170,7 @@ def own(group: str) -> bool:
     return group in ("conv", "proj")
 
 
-TRAINED, OWNERS = "trained-parameters optimiser in-training", "data-rows"
+TRAINED, OWNERS = "trained-parameters optimizer in-training", "data-rows"
 
 
 def faults() -> Iterator[Fault]:
@@ -189,9 +189,9 @@ def faults() -> Iterator[Fault]:
     yield made("a document's first token is predicted", "", filled(first_labels_kept))
     yield made("labels are left out", "in the second half", ignored(slice(ROW // 2, None)))
     yield made("labels are left out", "in the last quarter", ignored(slice(3 * ROW // 4, None)))
-    yield made("labels are left out", "behind the first chunk", filled(first_chunks_labelled))
+    yield made("labels are left out", "behind the first chunk", filled(first_chunks_labeled))
     yield made("labels are left out", "everywhere", ignored(slice(None)))
-    yield made("padding is predicted", "", filled(padding_labelled))
+    yield made("padding is predicted", "", filled(padding_labeled))
     yield made("documents are reversed", "", filled(reversed_documents))
     yield made("all rows are the first", "", rows_repeat, "data-rows token-budget")
     yield made(
@@ -210,15 +210,15 @@ def faults() -> Iterator[Fault]:
     yield made("the target is detached", "in a run", detached, "target-gradient gradient in-training", STEPS)
     for group in ("conv", "proj"):
         left = grouped(lambda groups, out=group: [g for g in groups if g["name"] != out])
-        yield made("a group is not optimised", group, left, TRAINED, STEPS)
+        yield made("a group is not optimized", group, left, TRAINED, STEPS)
     yield made(
         "conv and P never warm up",
         "by patch",
         scheduled(lambda group, step, right: 1e-9 if own(group) else right),
-        "schedule learning-rate optimiser",
+        "schedule learning-rate optimizer",
         STEPS,
     )
-    yield made("conv and P never warm up", "by setting", None, "schedule learning-rate optimiser", STEPS,
+    yield made("conv and P never warm up", "by setting", None, "schedule learning-rate optimizer", STEPS,
                "training.ttt_warmup_steps=100000")  # fmt: skip
 
 

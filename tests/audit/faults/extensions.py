@@ -107,8 +107,8 @@ def with_keys(
     return of
 
 
-def without_centre(keys: WhitenedKeys, z: Tensor, right: Tensor, size: float) -> Tensor:
-    return right + size * z.norm(dim=-1, keepdim=True) * (keys.directions @ keys.centre).to(right.dtype)
+def without_center(keys: WhitenedKeys, z: Tensor, right: Tensor, size: float) -> Tensor:
+    return right + size * z.norm(dim=-1, keepdim=True) * (keys.directions @ keys.center).to(right.dtype)
 
 
 def larger(keys: WhitenedKeys, z: Tensor, right: Tensor, size: float) -> Tensor:
@@ -125,7 +125,7 @@ KINDS: tuple[Kind, ...] = (
     Kind("the Gram keeps few bits", "extension", owned(f"{LAW} state-precision"), writing(coarse_gram), (1, 2),
          (*CHUNKS, *only.STREAMED), 3, world=RIDGE),
     Kind("the Gram is of all rows", "extension", owned("rows in-batches"), writing(gram_of_all_rows), SIZES, ROWS, 3, ("batch",), RIDGE),
-    Kind("the keys' centre stays", "extension", owned("keys"), with_keys(without_centre), (1.0, 0.3), (*CHUNKS, *only.STREAMED), 4,
+    Kind("the keys' center stays", "extension", owned("keys"), with_keys(without_center), (1.0, 0.3), (*CHUNKS, *only.STREAMED), 4,
          world=RIDGE),
     Kind("keys are too large", "extension", owned(f"keys {LAW}"), with_keys(larger), (1.0, 0.3), (*CHUNKS, *only.STREAMED), 4,
          world=RIDGE),

@@ -1,4 +1,4 @@
-"""Faults of what is written to disk and read back: checkpoints, adapters, the public format, sessions."""
+"""Faults of what is written to disk and read back: checkpoints, adapters, the reference format, sessions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from inplace_ttt.checkpoint import adapter, official, opened
+from inplace_ttt.checkpoint import adapter, opened, reference_format
 from inplace_ttt.config import InPlaceTTTConfig
 from inplace_ttt.layer.fast_linear import FastWeight
 from inplace_ttt.layer.stream import FastWeightStream
@@ -75,8 +75,10 @@ def layers_exchanged(size: float, when: When) -> Plant:
     return plant
 
 
-def official_otherwise(kind: str, change: Callable[[Tensor], Tensor]) -> Callable[[float, When], Plant]:
-    """A tensor comes into the public format, or out of it, otherwise than it is."""
+def reference_format_otherwise(
+    kind: str, change: Callable[[Tensor], Tensor]
+) -> Callable[[float, When], Plant]:
+    """A tensor comes into the reference format, or out of it, otherwise than it is."""
 
     def of(size: float, when: When) -> Plant:
         def plant(patch: Patch) -> None:
@@ -85,21 +87,23 @@ def official_otherwise(kind: str, change: Callable[[Tensor], Tensor]) -> Callabl
                     name: change(t).contiguous() if name == kind else t for name, t in real(*args).items()
                 }
 
-            real = official._tensors_of
-            patch.setattr(official, "_tensors_of", tensors_of)
+            real = reference_format._tensors_of
+            patch.setattr(reference_format, "_tensors_of", tensors_of)
 
         return plant
 
     return of
 
 
-def official_rate(factor: float, when: When) -> Plant:
+def reference_format_rate(factor: float, when: When) -> Plant:
     """The rate is written in another unit."""
 
     def plant(patch: Patch) -> None:
-        real = official.official_keys
+        real = reference_format.reference_format_keys
         patch.setattr(
-            official, "official_keys", lambda config: {**real(config), "ttt_lr": factor * config.eta}
+            reference_format,
+            "reference_format_keys",
+            lambda config: {**real(config), "ttt_lr": factor * config.eta},
         )
 
     return plant
@@ -180,10 +184,10 @@ KINDS: tuple[Kind, ...] = (
     Kind("the target's source is not saved", "save/load", owned(f"{FILE} target-source"), config_forgets("target", "hidden_states"),
          scenes=CHECKPOINT),
     Kind("an adapter's layers are exchanged", "save/load", owned(FILE), layers_exchanged, scenes=("adapter",)),
-    Kind("the public format has taps reversed", "save/load", owned(FILE), official_otherwise("conv", lambda t: t.flip(-1)),
-         scenes=("official",)),
-    Kind("the public format has P transposed", "save/load", owned(FILE), official_otherwise("proj", lambda t: t.mT), scenes=("official",)),
-    Kind("the public format has another rate", "save/load", owned(FILE), official_rate, (2.0, 0.1), count=2, scenes=("official",)),
+    Kind("the reference format has taps reversed", "save/load", owned(FILE), reference_format_otherwise("conv", lambda t: t.flip(-1)),
+         scenes=("reference format",)),
+    Kind("the reference format has P transposed", "save/load", owned(FILE), reference_format_otherwise("proj", lambda t: t.mT), scenes=("reference format",)),
+    Kind("the reference format has another rate", "save/load", owned(FILE), reference_format_rate, (2.0, 0.1), count=2, scenes=("reference format",)),
     Kind("a session loses its open chunk", "save/load", owned(SESSION), session_saves(without_open_chunk), (1.0, 0.3), BETWEEN, 3,
          scenes=SAVED),
     Kind("a session's state has few bits", "save/load", owned(SESSION), session_saves(rounded_state), (2, 3), BETWEEN, 3, scenes=SAVED),

@@ -81,7 +81,7 @@ def damped_direction(size: float) -> Rule:
 
 
 def corrected(size: float) -> Rule:
-    """Targets less what the state answers already, by a normalised step, as error-correcting rules have
+    """Targets less what the state answers already, by a normalized step, as error-correcting rules have
     it."""
 
     def write(at: Step, state: Tensor, delta: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ def rising_eta(size: float) -> Rule:
     return Rule(write=lambda at, state, delta: state + (1 + size * at.place.chunk) * delta)
 
 
-def neighbour(size: float) -> Rule:
+def neighbor(size: float) -> Rule:
     return Rule(
         read=lambda at, state: state + size * (at.beside[0] - state) if at.beside else state,
         looks_beside=True,
@@ -137,7 +137,7 @@ def newest_only(count: float) -> Rule:
     return Rule(write=write)
 
 
-def normalised_reader(size: float) -> Rule:
+def normalized_reader(size: float) -> Rule:
     """Keys of norm n read as if it were n to the power of 1 - size."""
 
     def key(at: Step) -> Tensor:
@@ -171,7 +171,7 @@ def dropped(share: float) -> Callable[[Tensor, Tensor, Tensor | None], tuple[Ten
 
 ROWS = (only.IN_A_BATCH, only.UNEVEN, only.PADDED_LEFT, only.LATER_ROWS)
 OWN = tuple(when for when in only.ANYWHERE if when.name not in ("in evaluation", "in float32"))
-SUM, NORM = "plain-sum", "no-normalisation"
+SUM, NORM = "plain-sum", "no-normalization"
 
 KINDS: tuple[Kind, ...] = (
     Kind("inclusive sum", "op", owned("exclusive-sum own-chunk-exposure"), with_rule(inclusive), SIZES, OWN, 6),
@@ -199,7 +199,7 @@ KINDS: tuple[Kind, ...] = (
     Kind("keys of few bits are written", "op", owned(f"keys state-precision {NORM}"), with_rule(rounded_keys), (1, 2, 3), WRITES, 3),
     Kind("η is too small", "op", owned("eta loss-sum"), with_rule(wrong_eta), (0.5, 0.3, 0.1), WRITES, 6),
     Kind("η is too small", "op", owned("eta loss-sum"), with_rule(wrong_eta), (1.0, 0.8), only.COARSE, 3),
-    Kind("a row reads its neighbour's state", "op", owned("rows in-batches"), with_rule(neighbour), SIZES, ROWS, 3, ("batch",)),
+    Kind("a row reads its neighbor's state", "op", owned("rows in-batches"), with_rule(neighbor), SIZES, ROWS, 3, ("batch",)),
     Kind(
         "rows read the mean of their states", "op", owned("rows in-batches"), with_rule(shared_mean), SIZES,
         (only.IN_A_BATCH, only.UNEVEN, only.LATER_LAYER), 3, ("batch",),
@@ -217,7 +217,7 @@ KINDS: tuple[Kind, ...] = (
         "targets are dropped at random", "op", owned("loss-sum gradient"), with_inputs(dropped), (0.5, 0.3, 0.1),
         (only.IN_TRAINING, only.WITH_GRADIENT, only.LATER_LAYER_TRAINING), 3, ("training",),
     ),
-    Kind("keys that read are normalised", "op", owned(f"keys {NORM} fast-tensor"), with_rule(normalised_reader), (1.0, 0.3), WRITES, 3),
+    Kind("keys that read are normalized", "op", owned(f"keys {NORM} fast-tensor"), with_rule(normalized_reader), (1.0, 0.3), WRITES, 3),
     Kind(
         "every other chunk is not written", "op", owned(f"{SUM} writes"), with_rule(alternate), SIZES,
         (only.IN_TRAINING, only.WITH_GRADIENT, only.MANY_CHUNKS, only.LAST_LAYER, only.WITH_CACHE, only.IN_FLOAT32, only.SIX_CHUNKS), 3,

@@ -106,20 +106,20 @@ def steps(world: Run, spoil: Spoil | None) -> dict[str, Tensor]:
     turn_writer_on(model)
     model.train()
     groups = parameters.parameter_groups(model, settings)
-    optimiser = torch.optim.AdamW(groups, betas=(settings.betas[0], settings.betas[1]), eps=1e-3)
+    optimizer = torch.optim.AdamW(groups, betas=(settings.betas[0], settings.betas[1]), eps=1e-3)
     factors = [parameters.schedule(settings, recipe.steps, group["name"]) for group in groups]
     scheduler, warmup = (
-        torch.optim.lr_scheduler.LambdaLR(optimiser, factors),
+        torch.optim.lr_scheduler.LambdaLR(optimizer, factors),
         EtaWarmup(settings.eta_warmup_steps),
     )
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for step in range(STEPS):
         warmup.on_step_begin(None, SimpleNamespace(global_step=step), None, model=model)
         batch = batches.collate([found[(2 * step + i) % len(found)] for i in range(2)])
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         model(**batch, use_cache=False).loss.backward()
         clip_finite(model.parameters(), settings.max_grad_norm)
-        optimiser.step()
+        optimizer.step()
         scheduler.step()
     moved = {name: (p.detach() - before[name]).flatten() for name, p in model.named_parameters()}
     own = {

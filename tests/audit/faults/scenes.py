@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from inplace_ttt import Session, load
-from inplace_ttt.checkpoint.official import read_official, write_official
 from inplace_ttt.checkpoint.reading import Checkpoint
+from inplace_ttt.checkpoint.reference_format import read_reference_format, write_reference_format
 from inplace_ttt.checkpoint.to_adapter import save_adapter
 from inplace_ttt.checkpoint.writing import describe_base, initial_tensors, plan_conversion, write_full
 from inplace_ttt.families import CACHE
@@ -244,14 +244,14 @@ def converted_folder(world: World, spoil: Spoil | None) -> Numbers:
     return {**found, "logits": logits(model, random_ids(1, 5 * CHUNK + 4))}
 
 
-def official(world: World, spoil: Spoil | None) -> Numbers:
-    """In the public code's format, and back: the tensors and the rate."""
+def reference_format(world: World, spoil: Spoil | None) -> Numbers:
+    """In the reference code's format, and back: the tensors and the rate."""
     model = world.model(spoil=spoil, eta=2.0)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(Path(folder) / "ours")
         (Path(folder) / "theirs").mkdir()
-        write_official(Path(folder) / "theirs", Checkpoint.open(Path(folder) / "ours"))
-        read = read_official(Checkpoint.open(Path(folder) / "theirs"))
+        write_reference_format(Path(folder) / "theirs", Checkpoint.open(Path(folder) / "ours"))
+        read = read_reference_format(Checkpoint.open(Path(folder) / "theirs"))
     found = {f"{kind} of {layer}": t for layer, kinds in read.tensors.items() for kind, t in kinds.items()}
     return {**found, "rate": torch.tensor([float(read.plan.config.eta), float(read.plan.config.chunk_size)])}  # type: ignore[arg-type]
 
@@ -286,7 +286,7 @@ def start(world: World, spoil: Spoil | None) -> Numbers:
 
 
 def trained(world: World, spoil: Spoil | None) -> Numbers:
-    """Read, then moved as by an optimiser's step, then read again."""
+    """Read, then moved as by an optimizer's step, then read again."""
     model = world.model(spoil=spoil)
     ids = random_ids(1, 5 * CHUNK + 4)
     first = logits(model, ids)
@@ -353,7 +353,7 @@ SCENES: dict[str, Scene] = {
     "checkpoint": checkpoint,
     "adapter": adapter,
     "converted folder": converted_folder,
-    "official": official,
+    "reference format": reference_format,
     "start": start,
     "trained": trained,
     **WAYS,

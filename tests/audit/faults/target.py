@@ -133,7 +133,7 @@ KINDS: tuple[Kind, ...] = (
     Kind("edges are repeated", "target", owned("conv-isolation"), with_target(mixed(repeated_edges)), (1.0, 0.3), WRITES, 3),
     Kind("a chunk's end has no target", "target", owned("conv-isolation loss-sum"), with_target(mixed(short_of_lookahead)), (1.0, 0.3),
          (only.ALWAYS, *WRITES), 3),
-    Kind("targets are bounded", "target", owned("no-normalisation"), with_target(squashed), (1.0, 0.5), WRITES, 3),
+    Kind("targets are bounded", "target", owned("no-normalization"), with_target(squashed), (1.0, 0.5), WRITES, 3),
     Kind("channels share their taps", "target", owned("conv-depthwise conv-size"), with_target(mixed(alike_taps)), SIZES,
          (only.ALWAYS, *WRITES), 3),
     Kind("the source is added to the target", "target", owned("projection-untransposed conv-size"), with_target(source_kept), SIZES,

@@ -1,2 +1,1 @@
-"""The memories against each other: small causal models from scratch, matched in parameters, tokens and data
-order."""
+"""Compares the memories in small causal models from scratch, with equal parameters, tokens and data order."""

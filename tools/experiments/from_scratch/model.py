@@ -1,5 +1,7 @@
-"""A causal model of window attention and a memory: what lies further back than the window can reach a token
-through the memory alone."""
+"""A causal model of window attention and a memory.
+
+Text beyond the window can reach a token through the memory alone.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,8 @@ class WindowAttention(nn.Module):
         length, w = x.shape[1], self.window
         q, k, v = self.to_qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # [B, H, T, d]
         q, k = self.rotated(q), self.rotated(k)
-        # A block of w queries needs its own keys and those of the block before: the cost grows with T w, not
-        # with T².
+        # A block of w queries needs its own keys and those of the block before. So the cost grows with T w
+        # in place of T².
         behind = -length % w
         q = F.pad(q, (0, 0, 0, behind)).unflatten(2, (-1, w))  # [B, H, n, w, d]
         k, v = (F.pad(y, (0, 0, w, behind)).unfold(2, 2 * w, w).mT for y in (k, v))  # [B, H, n, 2w, d]
@@ -48,7 +50,7 @@ class WindowAttention(nn.Module):
         return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
 
     def mask(self, blocks: int, device: torch.device) -> Tensor:
-        """Who sees whom, [n, w, 2w]; the first block has nothing before it."""
+        """Returns the mask [n, w, 2w]. The first block has nothing before it."""
         ago = (
             torch.arange(self.window, device=device)[:, None]
             + self.window
@@ -60,8 +62,10 @@ class WindowAttention(nn.Module):
 
 
 class ShortConvolution(nn.Module):
-    """Every channel's last `taps` tokens, weighted: y_t = Σ_j w_j ∘ x_{t-j}. What most published layers have
-    before q, k and v."""
+    """Weights each channel's last `taps` tokens: y_t = Σ_j w_j ∘ x_{t-j}.
+
+    Most published layers have such a convolution before q, k and v.
+    """
 
     def __init__(self, dim: int, taps: int) -> None:
         super().__init__()
@@ -84,8 +88,10 @@ class GatedMLP(nn.Module):
 
 
 class Normed(nn.Module):
-    """What a memory reads, brought to one size: a sum over all tokens grows with them. Most published layers
-    have such a norm."""
+    """Normalizes the output of a memory, since a sum over all tokens grows with them.
+
+    Most published layers have such a norm.
+    """
 
     def __init__(self, memory: Memory[Any], dim: int) -> None:
         super().__init__()
@@ -96,8 +102,10 @@ class Normed(nn.Module):
 
 
 class Block(nn.Module):
-    """x + Attn(n) + norm M(n) with n = conv(norm x), then + MLP(norm x). In-Place TTT has no place beside
-    attention: it is the MLP."""
+    """A block: x + Attn(n) + norm M(n) with n = conv(norm x), then + MLP(norm x).
+
+    In-Place TTT takes the place of the MLP, and not a place beside attention.
+    """
 
     def __init__(self, settings: Model, width: int, system: str, options: dict[str, Any]) -> None:
         super().__init__()
@@ -111,7 +119,7 @@ class Block(nn.Module):
         self.mlp: nn.Module = memory if in_place else GatedMLP(dim, width)  # type: ignore[assignment]
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, T, dim] to the same; every memory starts anew."""
+        """Maps [B, T, dim] to [B, T, dim]. Every memory starts anew."""
         n = self.convolution(self.norm(x))
         x = x + self.attention(n) + (0 if self.memory is None else self.memory(n))
         y = self.mlp(self.mlp_norm(x))
@@ -119,10 +127,11 @@ class Block(nn.Module):
 
 
 class CausalModel(nn.Module):
-    """Token ids [B, T] to the logits of what follows each, [B, T, vocabulary]; the head is the embedding.
+    """Maps token ids [B, T] to logits [B, T, vocabulary] of the next token. The head is the embedding.
 
-    width: hidden width of the MLPs, in place of settings.width. system: a name of `inplace_ttt.memories`, or
-        "none".
+    Args:
+        width: hidden width of the MLPs, in place of settings.width.
+        system: a name of `inplace_ttt.memories`, or "none".
     """
 
     def __init__(
@@ -145,8 +154,8 @@ class CausalModel(nn.Module):
 
     @torch.no_grad()
     def memory_bytes(self, length: int) -> int:
-        """Bytes of all states of one sequence after `length` tokens; attention's own cache of a window is not
-        in it."""
+        """Returns the bytes of all states of one sequence after `length` tokens, without attention's
+        cache."""
         found = 0
         for memory in (module for module in self.modules() if isinstance(module, Memory)):
             like = next(memory.parameters())
@@ -160,8 +169,10 @@ def memory_of(system: str, dim: int, width: int, options: dict[str, Any]) -> Mem
 
 
 def matching_width(settings: Model, vocabulary: int, system: str, options: dict[str, Any]) -> int:
-    """The MLP width at which `system` has as many parameters as attention alone at settings.width, to half a
-    hidden unit a block."""
+    """Returns the MLP width at which `system` has as many parameters as attention alone at settings.width.
+
+    The widths of the blocks are exact to half a hidden unit.
+    """
 
     def parameters(system: str, width: int) -> int:
         return CausalModel(

@@ -1,5 +1,5 @@
-"""What a recipe of the from-scratch comparison says: one task, the systems with their options, and what all
-of them share."""
+"""Settings in a recipe of the from-scratch comparison: one task, the systems with their options, and shared
+values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ NONE = "none"
 
 @dataclass(frozen=True)
 class Recall:
-    """The recall task (`tasks/recall.py`): pairs, filler longer than the window, every key again."""
+    """The recall task (`tasks/recall.py`): pairs, then filler longer than the window, then every key
+    again."""
 
     pairs: int = 16
     vocabulary: int = 128
@@ -28,12 +29,13 @@ class Recall:
 
 @dataclass(frozen=True)
 class Text:
-    """Bytes of text files. train: files and folders; held_out: files of them, or others, that are not trained
-    on.
+    """Bytes of text files.
 
-    rows: of each held-out file, taken at even distances, so that every file has a say. bounds: where the
-        reported stretches
-    of positions end, ascending, in shares of the length.
+    Attributes:
+        train: files and folders.
+        held_out: files that are not trained on, from `train` or elsewhere.
+        rows: rows of each held-out file, at equal distances.
+        bounds: ends of the reported stretches of positions, ascending, as shares of the length.
     """
 
     train: list[str]
@@ -53,10 +55,12 @@ class Text:
 
 @dataclass(frozen=True)
 class Model:
-    """What all systems share. width: hidden width of the MLPs of attention alone; the others' follow, for as
-    many parameters.
+    """Sizes that all systems share.
 
-    taps: of the short causal convolution before attention and memory; 1 is none.
+    Attributes:
+        width: hidden width of the MLPs of attention alone. The other widths follow from equal numbers of
+            parameters.
+        taps: taps of the short causal convolution before attention and memory; 1 for none.
     """
 
     dim: int = 64
@@ -75,9 +79,10 @@ class Model:
 
 @dataclass(frozen=True)
 class Training:
-    """Adam with a linear warm-up, then cosine to a tenth, the same for every parameter of every system.
+    """Adam with a linear warm-up, then a cosine to a tenth, the same for every parameter of every system.
 
-    length: tokens of a row, of which a model reads all but the last.
+    Attributes:
+        length: tokens of a row. A model reads all but the last one.
     """
 
     steps: int
@@ -94,7 +99,8 @@ class Training:
 
 @dataclass(frozen=True)
 class Scratch:
-    """One table: every system with every seed, which sets the start, the data and their order."""
+    """Settings of one table: every system with every seed. A seed sets the start, the data and their
+    order."""
 
     systems: dict[str, Any]
     training: Training
@@ -113,18 +119,20 @@ class Scratch:
                 "systems",
                 f"{name} must have a table of options, or nothing",
             )
-            require(name != NONE or not options, "systems", "attention alone has no options")
+            require(
+                name != NONE or not options, "systems", "attention alone takes no options; leave them out"
+            )
             require(
                 "hidden" not in (options or {}),
                 "systems",
-                "in-place has no hidden of its own; it follows from model.width",
+                "in-place takes its hidden width from model.width; leave hidden out",
             )
             for option, value in (options or {}).items():
                 default = inspect.signature(MEMORIES[name]).parameters.get(option, _UNKNOWN).default
                 require(
                     fits(value, default),
                     "systems",
-                    f"{option} of {name} must be of the kind of {default!r}, got {value!r}",
+                    f"{option} of {name} must have the type of {default!r}, got {value!r}",
                 )
         require(
             (self.recall is None) != (self.text is None), "recall", "give one of the sections recall and text"
@@ -133,12 +141,14 @@ class Scratch:
 
 
 _UNKNOWN = inspect.Parameter("unknown", inspect.Parameter.KEYWORD_ONLY)
-"""An option that there is not; `make` says so."""
+"""Stands for an option that a memory lacks. `make` refuses such an option."""
 
 
 def fits(value: Any, default: Any) -> bool:
-    """Whether an option may have that value; an integer passes for a float, and anything where the default
-    tells nothing."""
+    """Returns True if an option may have that value.
+
+    An integer counts as a float. Any value fits an option without a default, or with the default None.
+    """
     if default is None or default is inspect.Parameter.empty:
         return True
     return type(value) is type(default) or (type(default), type(value)) == (float, int)

@@ -1,5 +1,7 @@
-"""What the models are trained on and asked for. A row of ids and labels depends on the task and the seed,
-never on the system."""
+"""The tasks of the comparison.
+
+A row of ids and labels depends on the task and the seed, never on the system.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from inplace_ttt.texts.documents import documents_in
 from .settings import Recall, Scratch, Text
 
 Rows = tuple[Tensor, Tensor]
-"""ids and labels, int64 [B, T]: labels[t] is what follows ids[t], or IGNORED."""
+"""ids and labels, int64 [B, T]. labels[t] is the token after ids[t], or IGNORED."""
 
 
 class Task(ABC):
@@ -26,19 +28,19 @@ class Task(ABC):
 
     @abstractmethod
     def batch(self, seed: int, step: int) -> Rows:
-        """The rows of one step of training."""
+        """Returns the rows of one training step."""
 
     @abstractmethod
     def held_out(self, seed: int) -> Rows:
-        """The rows of the test."""
+        """Returns the rows of the test."""
 
     @abstractmethod
     def scores(self, losses: Tensor, right: Tensor, labels: Tensor) -> dict[str, float]:
-        """The figures of the table, from each position's loss and whether its answer was right, [B, T]."""
+        """Returns the figures of the table, from the loss and the correctness of each position, [B, T]."""
 
 
 class RecallTask(Task):
-    """Score: the share of the asked values that are given. Other rows for every seed."""
+    """Recall. The score is the share of right values among those asked for. Each seed has rows of its own."""
 
     def __init__(self, settings: Recall, length: int, batch_size: int, steps: int) -> None:
         self.settings, self.vocabulary, self.length, self.batch_size, self.steps = (
@@ -49,7 +51,7 @@ class RecallTask(Task):
             steps,
         )
         self._made: dict[int, Rows] = {}
-        self.held_out(seed=0)  # what does not fit is refused before anything is trained
+        self.held_out(seed=0)  # refuses bad sizes before anything is trained
 
     def batch(self, seed: int, step: int) -> Rows:
         if seed not in self._made:
@@ -72,7 +74,8 @@ class RecallTask(Task):
 
 
 class TextTask(Task):
-    """Score: nats a byte, over stretches of positions. The held-out rows are the same for every seed."""
+    """Bytes of text. The score is nats per byte, over stretches of positions. All seeds share the held-out
+    rows."""
 
     vocabulary = 256
 
@@ -93,7 +96,7 @@ class TextTask(Task):
         self._starts = torch.tensor([len(text) - length + 1 for text in self.train]).cumsum(0)
 
     def batch(self, seed: int, step: int) -> Rows:
-        """Stretches that start anywhere in any text, each start as likely as the next."""
+        """Returns rows of the texts. Every start in every text is equally likely."""
         g = torch.Generator().manual_seed(seed * 1_000_003 + step)
         starts = torch.randint(int(self._starts[-1]), (self.batch_size,), generator=g)
         texts = torch.searchsorted(self._starts, starts, right=True)
@@ -124,7 +127,7 @@ def task_of(settings: Scratch) -> Task:
 
 
 def read_bytes(file: Path) -> Tensor:
-    """uint8 [n]."""
+    """Returns the bytes of a file as uint8 [n]."""
     require_regular(file, "cannot read the text")
     try:
         return torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8)
@@ -136,11 +139,11 @@ def read_bytes(file: Path) -> Tensor:
 
 
 def spread(text: Tensor, rows: int, length: int, file: Path) -> Tensor:
-    """Rows [rows, length] of a text that do not overlap, at even distances."""
+    """Returns rows [rows, length] of a text that do not overlap, at equal distances."""
     if len(text) < rows * length:
         raise InPlaceTTTError(
-            f"{file} has {len(text)} bytes, {rows} rows of {length} are asked for; lower text.rows or name "
-            "another."
+            f"{file} has {len(text)} bytes, too few for {rows} rows of {length}; lower text.rows or name "
+            "another file."
         )
     apart = len(text) // rows
     return torch.stack([text[i * apart : i * apart + length] for i in range(rows)])

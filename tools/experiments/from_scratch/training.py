@@ -1,4 +1,4 @@
-"""One run, a system with a seed on the recipe's task, and the table of all of them."""
+"""Trains one system with one seed on the recipe's task, and makes the table of all runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from .tasks import Task, task_of
 
 
 def build(settings: Scratch, vocabulary: int, system: str, seed: int) -> CausalModel:
-    """The model of a system, as large as attention alone; embeddings start alike for all systems."""
+    """Returns the model of a system, with as many parameters as attention alone. All systems start with the
+    same embeddings."""
     options = settings.systems.get(system) or {}
     width = matching_width(settings.model, vocabulary, system, options)
     torch.manual_seed(seed)
@@ -30,8 +31,10 @@ def build(settings: Scratch, vocabulary: int, system: str, seed: int) -> CausalM
 
 
 def train_one(settings: Scratch, task: Task, system: str, seed: int) -> dict[str, Any]:
-    """The figures of one run. Speed is per second of processor time, which other work on the machine hardly
-    touches."""
+    """Returns the figures of one run.
+
+    Speed is per second of processor time, which other work on the machine hardly changes.
+    """
     model, training = build(settings, task.vocabulary, system, seed), settings.training
     optimizer = torch.optim.Adam(model.parameters(), training.learning_rate)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factor(step, training))
@@ -64,7 +67,7 @@ def train_one(settings: Scratch, task: Task, system: str, seed: int) -> dict[str
 def learn(
     model: nn.Module, ids: Tensor, labels: Tensor, optimizer: torch.optim.Optimizer, max_grad_norm: float
 ) -> float:
-    """One step; its loss."""
+    """Takes one step, and returns its loss."""
     optimizer.zero_grad()
     loss = F.cross_entropy(model(ids).flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
     loss.backward()
@@ -74,7 +77,7 @@ def learn(
 
 
 def factor(step: int, training: Training) -> float:
-    """Of the learning rate: linear from 0 over the warm-up, then cosine to a tenth."""
+    """Returns the factor on the learning rate: linear from 0 over the warm-up, then a cosine to a tenth."""
     if step < training.warmup_steps:
         return (step + 1) / training.warmup_steps
     done = (step - training.warmup_steps) / max(training.steps - training.warmup_steps, 1)
@@ -83,7 +86,7 @@ def factor(step: int, training: Training) -> float:
 
 @torch.no_grad()
 def score(model: nn.Module, task: Task, seed: int, batch_size: int) -> dict[str, float]:
-    """The task's figures on its held-out rows."""
+    """Returns the task's figures on its held-out rows."""
     ids, labels = task.held_out(seed)
     losses, right = [], []
     for these, wanted in zip(ids.split(batch_size), labels.split(batch_size), strict=True):
@@ -94,8 +97,10 @@ def score(model: nn.Module, task: Task, seed: int, batch_size: int) -> dict[str,
 
 
 def prepare(settings: Scratch) -> tuple[Task, list[dict[str, Any]]]:
-    """The task, and every system's MLP width and parameters, beside attention's alone. Finds a bad recipe
-    before anything is trained."""
+    """Returns the task, and every system's MLP width and parameters beside those of attention alone.
+
+    A bad recipe is refused here, before anything is trained.
+    """
     task = task_of(settings)
     aimed_at = build(settings, task.vocabulary, NONE, seed=0).parameter_count()
     lines = []
@@ -113,7 +118,7 @@ def prepare(settings: Scratch) -> tuple[Task, list[dict[str, Any]]]:
 
 
 def table(rows: list[dict[str, Any]], settings: Scratch) -> list[dict[str, Any]]:
-    """A line a system: the mean over the seeds that were run, and the standard error of every score."""
+    """Returns one line per system: the mean of every score over the seeds, and its standard error."""
     lines = []
     for system in settings.systems:
         found = [row for row in rows if row["system"] == system]

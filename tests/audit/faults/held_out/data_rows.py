@@ -30,7 +30,7 @@ def faults() -> Iterator[Fault]:
     lengths = (*[14] * 30, 17)
     yield Fault("documents are shorter than a chunk", "documents are shorter than a chunk", "data row", owned("data-rows long-documents"),
                 ("rows",), None, None, Run(lengths=lengths), Run())  # fmt: skip
-    rates = "learning-rate optimiser schedule"
+    rates = "learning-rate optimizer schedule"
     for name in ("learning_rate", "conv_learning_rate", "proj_learning_rate"):
         yield made("a rate is next to nothing", name, None, rates, STEPS, f"training.{name}=1e-20")
     for steps in (30, 100000):
@@ -43,7 +43,7 @@ def faults() -> Iterator[Fault]:
         yield made("P is frozen", name, frozen("proj", layers), TRAINED + also, STEPS)
     for group in ("conv", "proj"):
         plant = grouped(lambda groups, moved=group: with_the_matrices(groups, moved))
-        yield made("a group decays with the matrices", group, plant, "weight-decay optimiser learning-rate", STEPS,
+        yield made("a group decays with the matrices", group, plant, "weight-decay optimizer learning-rate", STEPS,
                    needs=(f"training.{group}_learning_rate=1e-2",))  # fmt: skip
     for which, eta in (("the first", "[0.0, 1.0]"), ("the second", "[1.0, 0.0]")):
         yield made(

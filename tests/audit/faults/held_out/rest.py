@@ -132,7 +132,7 @@ def gain_off(size: float) -> Target:
     return lambda self, x, layout, right: (1 + size) * right
 
 
-CENTRED = {"settings": {"normalize_targets": True, "whitening": KeyWhitening(rank=0.75), "eta": 10.0}}
+CENTERED = {"settings": {"normalize_targets": True, "whitening": KeyWhitening(rank=0.75), "eta": 10.0}}
 WRITES = (*only.ANYWHERE, *only.STREAMED)
 LAW = tuple(
     when for when in only.ANYWHERE if when not in (only.IN_FLOAT32, only.AFTER_LOADING, only.LAST_LAYER)
@@ -161,7 +161,7 @@ KINDS: tuple[Kind, ...] = (
     Kind("P learns less", "training", owned("gradient in-training"), with_target(p_learns_less), SIZES, TEACHING, 3, TRAINING),
     Kind("λ is another", "extension", owned("least-squares"), other_damping, (100.0, 30.0), LAW, 4, world=RAW),
     Kind("the source's mean is not taken out", "extension", owned("target-source conv-bias"), with_target(mean_kept), (1.0, 0.3), WRITES, 3,
-         world=CENTRED),
+         world=CENTERED),
     Kind("the source's gain is off", "extension", owned("target-source loss-sum eta"), with_target(gain_off), (1.0, 0.3, 0.1), WRITES, 3,
          world=RIDGE),
 )  # fmt: skip

@@ -40,7 +40,7 @@ def late(size: float) -> Rule:
     return Rule(write=write)
 
 
-def centred(size: float) -> Rule:
+def centered(size: float) -> Rule:
     def delta(at: Step) -> Tensor:
         assert at.values is not None
         return at.values.T @ (at.keys - size * at.keys.mean(0))
@@ -111,14 +111,14 @@ def stale_w0(size: float, when: When) -> Callable[[Patch], None]:
 
 OWN = tuple(when for when in only.ANYWHERE if when is not only.ODD_LENGTH)
 CAUSAL = tuple(when for when in OWN if when not in (only.IN_EVALUATION, only.IN_FLOAT32))
-SUM, NORM = "plain-sum", "no-normalisation"
+SUM, NORM = "plain-sum", "no-normalization"
 
 KINDS: tuple[Kind, ...] = (
     Kind("the next chunk's delta is read", "op", owned("causality"), with_rule(later_delta), SIZES, CAUSAL, 4),
     Kind("the state fades", "op", owned(SUM), with_rule(decay), (0.5, 0.3, 0.1), WRITES, 5),
     Kind("the state fades", "op", owned(SUM), with_rule(decay), (1.0, 0.7), only.COARSE, 3),
     Kind("the newest write comes late", "op", owned(f"{SUM} writes"), with_rule(late), SIZES, WRITES, 3),
-    Kind("keys are centred in their chunk", "op", owned(f"{NORM} keys"), with_rule(centred), (1.0, 0.5), WRITES, 3),
+    Kind("keys are centered in their chunk", "op", owned(f"{NORM} keys"), with_rule(centered), (1.0, 0.5), WRITES, 3),
     Kind("the mean of writes is read", "op", owned(SUM), with_rule(averaged), (1.0, 0.5), WRITES, 3),
     Kind("small entries of the state are dropped", "op", owned(f"{SUM} state-precision {NORM}"), with_rule(sparse), (0.3, 0.2, 0.1),
          (only.ALWAYS, *WRITES), 3),

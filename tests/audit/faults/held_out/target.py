@@ -52,7 +52,7 @@ def mixed_channels(self: TargetGenerator, x: Tensor, layout: ChunkLayout, right:
     return chunk_conv(x.roll(1, -1), self.conv, layout, self.first_tap) @ self.proj
 
 
-def normalised(size: float) -> Callable[[FastWeight, Tensor], Tensor]:
+def normalized(size: float) -> Callable[[FastWeight, Tensor], Tensor]:
     def source(layer: FastWeight, x: Tensor) -> Tensor:
         norms = x.norm(dim=-1, keepdim=True).clamp(min=1e-9)
         return x * (norms.detach().mean() / norms) ** size
@@ -132,8 +132,8 @@ KINDS: tuple[Kind, ...] = (
          WRITES, 3),
     Kind("some of the MLP's input is in the source", "target", owned("target-source"), from_the_mlp, SIZES, WRITES, 4),
     Kind("some of the MLP's input is in the source", "target", owned("target-source"), from_the_mlp, whens=only.COARSE, count=2),
-    Kind("the source is normalised", "target", owned("target-source no-normalisation"), with_source(normalised), (1.0, 0.5), WRITES, 3),
-    Kind("channels take their neighbours' source", "target", owned("conv-depthwise"), with_target(mixed(mixed_channels)), SIZES, WRITES, 3),
+    Kind("the source is normalized", "target", owned("target-source no-normalization"), with_source(normalized), (1.0, 0.5), WRITES, 3),
+    Kind("channels take their neighbors' source", "target", owned("conv-depthwise"), with_target(mixed(mixed_channels)), SIZES, WRITES, 3),
     Kind("only P's diagonal counts", "target", owned("projection-untransposed"), with_target(mixed(diagonal)), (1.0, 0.3), WRITES, 3),
     Kind("short documents go into the next", "layout", owned("document-reset document-grid"), with_documents(joined), (1.0, 2.4), PACKED, 4,
          PACKED_SCENES),

@@ -1,0 +1,137 @@
+"""The update rule: the content, order and size of writes (paper §3.1, §3.2, §3.4)."""
+
+from ..item import Item
+from ..probes import extension, model, rule, state
+
+RULE: tuple[Item, ...] = (
+    Item(
+        "writes", "A chunk's write reaches the chunks after it", "§3.1",
+        "W⁽ⁱ⁺¹⁾ holds chunk i's delta, and chunk i+1 is read with it.", "high", "The same.",
+        "Writes that are switched off by mistake look like careful ones: every other test passes.",
+        "Find the reason why the delta is not read: a flag, a chunk longer than the text, a clip.",
+        rule.writes, silent=True,
+    ),
+    Item(
+        "fast-tensor", "The fast weight is the MLP's own down-projection", "§3.1",
+        "W_down of a gated MLP is the fast weight, starting from its pretrained values; "
+            "no new fast tensor is added.",
+        "high",
+        "The same; training computes with it functionally, inference with a copy for each layer.",
+        "A separate copy drifts from the weight that the optimizer trains, and doubles its device memory.",
+        "Read and write the model's own down-projection; start each document from it.",
+        rule.fast_tensor,
+    ),
+    Item(
+        "slow-weights", "Slow weights are untouched at test time", "§3.1",
+        "W_up and W_gate are frozen with respect to the test-time update; so is everything else but W_down.",
+        "high", "The same.",
+        "A slow weight that moves while reading cannot be reset, and changes answers in all later sessions.",
+        "Write to the fast weight's state only.",
+        state.slow_weights, model.model_slow_weights, silent=True,
+    ),
+    Item(
+        "state-place", "The state is kept outside parameters and buffers", "§3.4, Algorithm 1 line 14",
+        "Each document starts from W_down⁽⁰⁾, so reading must leave the trained W_down as it is.", "medium",
+        "The same: a functional weight in training, a copy at inference.",
+        "A state in a parameter is saved in the checkpoint, seen by the optimizer, and shared by sequences.",
+        "Keep one state per sequence beside the cache; never write it to a parameter or a buffer.",
+        state.state_place, model.model_state_place, silent=True,
+    ),
+    Item(
+        "apply-then-update", "Streaming applies first, then updates", "§3.1, Figure 1",
+        "O_[i] = Z_[i] (W⁽ⁱ⁾)ᵀ with the state before chunk i; only then W⁽ⁱ⁺¹⁾ is formed.", "high",
+        "The same.",
+        "A chunk that reads its own write sees its own future tokens, which generation does not have.",
+        "Compute a chunk's outputs before adding its delta.",
+        rule.apply_then_update,
+    ),
+    Item(
+        "exclusive-sum", "The parallel form takes an exclusive prefix sum",
+        "§3.4, ΔS_i = Σ_{j<i}; Algorithm 1 lines 9 and 11",
+        "S_i sums the deltas of chunks j < i. (Line 9 prints a plain cumulative sum; "
+            "its comment and the text state an exclusive one.)",
+        "high",
+        "Exclusive: the cumulative sum of [W0, η ΔW …] without the last delta.",
+        "An inclusive sum leaks the chunk's future into its outputs: training looks better than it is.",
+        "Shift the cumulative sum by one chunk.",
+        rule.exclusive_sum,
+    ),
+    Item(
+        "own-chunk-exposure", "No part of a chunk's own write reaches its tokens", "§3.4",
+        "ΔW⁽ⁱ⁾ affects chunks after i only: exposure 0.", "high",
+        "0. (An early version of the Moshi port added half of the own delta in training.)",
+        "Half a leak is still a leak: the loss falls for a reason that inference does not have.",
+        "Leave out the chunk's own delta completely.",
+        rule.own_chunk_exposure,
+    ),
+    Item(
+        "causality", "No output depends on a later token", "§3.4",
+        "The target looks ahead inside its chunk, but only later chunks read it.", "high", "The same.",
+        "A model that sees the future in training has learned nothing for generation.",
+        "Let chunk i read deltas of chunks j < i alone.",
+        rule.causality,
+    ),
+    Item(
+        "sign", "The update has a plus sign", "§3.2, Eq. (1)",
+        "W ← W + η V̂ᵀZ: a step down the loss −⟨Z Wᵀ, V̂⟩.", "high", "The same.",
+        "With a minus the fast weight answers with the opposite of the target.",
+        "Add the delta.",
+        rule.sign,
+    ),
+    Item(
+        "loss-sum", "The loss is a sum over tokens", "§3.2",
+        "L = −⟨Z Wᵀ, V̂⟩_F: summed over tokens and features, no mean over the chunk.", "high", "The same.",
+        "A mean divides η by the chunk size: at C = 1024 the writes are a thousand times smaller, "
+            "with no error to see.",
+        "Sum over the chunk, or multiply η by the chunk size.",
+        rule.loss_sum,
+    ),
+    Item(
+        "no-normalization", "Keys, targets and deltas are not normalized", "§3.2, §3.4",
+        "The delta is V̂ᵀZ as it is; other losses and optimizers are left for later work.", "high",
+        "The same.",
+        "Normalized keys or targets are another method; results do not carry over.",
+        "Take the normalization out, or declare it.",
+        rule.no_normalization,
+    ),
+    Item(
+        "plain-sum", "Deltas add up: no momentum, decay, gate or correction", "§3.2, Eq. (1); §3.4",
+        "W⁽ⁱ⁺¹⁾ = W⁽ⁱ⁾ + η ΔW⁽ⁱ⁾, with a gradient that does not depend on W, hence associative.", "high",
+        "The same.",
+        "Anything else is not a prefix sum, so the parallel form differs from the sequential one.",
+        "Add the deltas and nothing more.",
+        rule.plain_sum,
+    ),
+    Item(
+        "keys", "Keys are the down-projection's input", "§3.1, Eq. (1)",
+        "Z is the key for writing and for reading.", "high", "The same.",
+        "Keys that differ between writing and reading do not find the value that was written.",
+        "Make keys once per token, and use them for both; calibrate whitened ones again.",
+        extension.keys, extension.model_keys,
+    ),
+    Item(
+        "least-squares", "Reads use the sum, or the least-squares map that is declared", "§3.2; extension",
+        "The sum of VᵀZ itself is read. Least squares goes beyond it, and is compared with its own law.",
+        "high", "The sum.",
+        "A wrong Gram or λ changes every read without an error.",
+        "Compare ops/least_squares.py with ops/reference.py.",
+        extension.least_squares,
+    ),
+    Item(
+        "eta", "Size of a write, η", "Eq. (1)",
+        "No version of the paper gives a value.", "high",
+        "Default 0.3, recommended 3.",
+        "η, the outer learning rate and the start of conv and P fix the size of the writes together.",
+        "State the value with every result.",
+        rule.eta, expected={"reference": (0.3, 3.0), "ttt_ntp": (0.3,)}, by_settings=model.eta_by_settings,
+    ),
+    Item(
+        "chunk-size", "Chunk size", "§4.3, Figure 3b; §3.1",
+        "512 and 1024 are the best of 256, 512, 1024 and 2048. That of the main runs is not stated.", "high",
+        "Default 8192, recommended 4096.",
+        "Documents shorter than a chunk plus one token train and use nothing; long chunks remember coarsely.",
+        "Use 512 to 1024, or declare why not.",
+        rule.chunk_size, expected={"paper": (512, 1024), "reference": (4096, 8192), "ttt_ntp": (1024,)},
+        by_settings=model.chunk_size_by_settings,
+    ),
+)  # fmt: skip

@@ -1,0 +1,115 @@
+"""The change of W0 that a session's fast weights amount to (paper Eq. (1): W0 + ηS)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+
+from ..errors import InPlaceTTTError
+from ..layer.cache import streams
+from ..layer.whitened_keys import WhitenedKeys
+from ..surgery import fast_weights
+
+
+@dataclass(frozen=True)
+class WeightChange:
+    """One layer's fast weight, as an addition to W0.
+
+    Attributes:
+        left: η times the matrix that keys are multiplied by, [d, r], float32 or float64.
+        keys: the map from z [h] to keys [r]; None if keys are z itself.
+    """
+
+    left: Tensor
+    keys: WhitenedKeys | None = None
+
+    @property
+    def is_linear(self) -> bool:
+        """True if reads are linear in z, so that `matrix` is the whole change."""
+        return self.keys is None or not bool(self.keys.center.any())
+
+    def read(self, z: Tensor) -> Tensor:
+        """Returns the session's addition [..., d] to the outputs of inputs z [..., h], in z's dtype."""
+        keys = z if self.keys is None else self.keys(z)
+        return (keys.to(self.left.dtype) @ self.left.mT).to(z.dtype)
+
+    def matrix(self) -> Tensor:
+        """Returns ΔW [d, h], of `left`'s dtype, without the part of the reads that is not linear in z."""
+        return self.left if self.keys is None else self.left @ self.keys.directions.to(self.left.dtype)
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """The best approximation ΔW ≈ B A of rank k.
+
+    Attributes:
+        b: B [d, k], orthonormal columns.
+        a: A [k, h].
+        lost: ‖ΔW - B A‖ / ‖ΔW‖, Frobenius norms.
+    """
+
+    b: Tensor
+    a: Tensor
+    lost: float
+
+    def read(self, z: Tensor) -> Tensor:
+        """Returns the adapter's addition [..., d] to the outputs of inputs z [..., h], in z's dtype."""
+        return (z.to(self.a.dtype) @ self.a.mT @ self.b.mT).to(z.dtype)
+
+
+@torch.no_grad()
+def weight_changes(model: PreTrainedModel, cache: Cache, row: int = 0) -> dict[int, WeightChange]:
+    """Returns the change of each TTT layer's W0 by the chunks that a session has written.
+
+    Args:
+        model: the session's model.
+        cache: the session's cache.
+        row: which sequence of the session.
+
+    Returns:
+        The changes by layer.
+
+    Raises:
+        InPlaceTTTError: if the session has written nothing, or lacks that row.
+    """
+    held, layers = streams(cache), fast_weights(model)
+    if not held or any(stream.state is None for stream in held.values()):
+        raise InPlaceTTTError(
+            "this session has written nothing, so that its weights are the model's own; read a text of at "
+            "least one chunk first."
+        )
+    rows = next(iter(held.values())).batch
+    if not 0 <= row < rows:
+        raise InPlaceTTTError(f"the session holds rows 0 to {rows - 1}, not row {row}.")
+    return {
+        index: WeightChange(stream.read_matrix(row, layers[index]), layers[index].ttt.keys)
+        for index, stream in held.items()
+    }
+
+
+def require_linear(changes: Mapping[int, WeightChange]) -> None:
+    """Raises InPlaceTTTError for reads that no weight can compute, since they are not linear in z."""
+    if any(not change.is_linear for change in changes.values()):
+        raise InPlaceTTTError(
+            "whitened keys subtract a center times the norm of each input, which is not linear, so that no "
+            "weight holds this session; convert with plain keys (the presets gradient, notes or paper)."
+        )
+
+
+def low_rank(change: Tensor, rank: int) -> LowRank:
+    """Returns the best approximation of a matrix by one of lower rank, computed in float64.
+
+    Args:
+        change: ΔW [d, h].
+        rank: k, from 1. At most d is used, which is exact.
+    """
+    exact = change.double()
+    energies, vectors = torch.linalg.eigh(exact @ exact.mT)  # ascending
+    b = vectors[:, -rank:].flip(1)
+    total = float(energies.clamp_min(0).sum())
+    lost = float(energies[:-rank].clamp_min(0).sum()) / total if total else 0.0
+    return LowRank(b.to(change.dtype), (b.mT @ exact).to(change.dtype), lost**0.5)
