@@ -26,6 +26,7 @@ VERBS = {
     "convert": "give a checkpoint fast weights",
     "info": "print the settings and sizes of a converted checkpoint",
     "generate": "read a text, write it into the fast weights, continue it",
+    "chat": "talk with a converted model that remembers, in a terminal or by a pipe",
     "serve": "serve many users with vLLM, each with named memories",
     "audit": "compare a checkpoint or a recipe with the paper, item by item",
     "diagnose": "measure gradients and writes on a text, and report problems",
@@ -72,11 +73,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     refuse = partial(messages.refuse, arguments, next((a for a in arguments if a in VERBS), None))
     try:
         args = _parsed(arguments)
-        with messages.stdout_for_the_result(), messages.waiting():
+        with messages.stdout_for_the_result() as args.stdout, messages.waiting():
             verb = importlib.import_module(f".{args.verb.replace('-', '_')}", __name__)
             result, code = verb.run(args)
         text = json_text(result) if args.json else verb.render(result)
-        _print(text)
+        if text is not None:  # a verb may have printed its result already
+            _print(text)
         return code
     except InPlaceTTTError as error:
         _trace()

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
+from io import TextIOWrapper
 from logging.handlers import MemoryHandler
 from typing import TextIO
 
@@ -51,16 +52,32 @@ def waiting() -> Iterator[None]:
 
 
 @contextmanager
-def stdout_for_the_result() -> Iterator[None]:
-    """Redirects everything that libraries, their compiled code and subprocesses print on stdout to stderr."""
+def stdout_for_the_result() -> Iterator[TextIO]:
+    """Redirects everything that libraries, their compiled code and subprocesses print on stdout to stderr.
+
+    Yields a stream to stdout, for a verb that prints its result while it runs.
+    """
     stdout = os.dup(1)
     os.dup2(2, 1)
     try:
+        result = _on(stdout, sys.stdout)
         with redirect_stdout(sys.stderr):
-            yield
+            yield result
     finally:
         os.dup2(stdout, 1)
         os.close(stdout)
+
+
+def _on(stdout: int, stream: TextIO) -> TextIO:
+    """Returns `stream`, or one on the descriptor `stdout` if `stream` writes to descriptor 1."""
+    try:
+        if stream.fileno() != 1:
+            return stream
+    except (AttributeError, OSError, ValueError):  # None, or a stream without a descriptor
+        return stream
+    # without a buffer, a refused piece is not written again when the stream is freed
+    unbuffered = open(stdout, "wb", buffering=0, closefd=False)  # noqa: SIM115
+    return TextIOWrapper(unbuffered, stream.encoding, "backslashreplace", write_through=True)
 
 
 def say_now() -> None:

@@ -242,16 +242,6 @@ class _Session(_Streams):
         self._tokens()
         self._attention()
 
-    def _stream(self, index: int, d: int, rows: int, width: int) -> None:
-        super()._stream(index, d, rows, width)
-        if "tokens" in self.tensors:
-            filled, written, _ = self.tensors[f"{index}.fast.counts"].tolist()
-            taken = max(w * self.config.chunk_size + f for w, f in zip(written, filled, strict=True))
-            held = self.tensors["tokens"].shape[1]
-            self._require(
-                taken <= held, f"{index}.fast has read {taken} tokens, but the session holds {held}"
-            )
-
     def _asked_again(self) -> int:
         """Returns the unfinished chunk's tokens; their KV cache is kept for the gradient of its loss."""
         counts = [

@@ -3,6 +3,7 @@ it left."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -77,13 +78,15 @@ def _redirected(number: int, to: Any) -> Iterator[None]:
         os.close(kept)
 
 
-def run(arguments: list[str], folder: Path) -> Outcome:
-    """Run a command whose output is `folder`/out."""
+def run(arguments: list[str], folder: Path, typed: str | None = None) -> Outcome:
+    """Run a command whose output is `folder`/out; typed: lines on standard input."""
     before = set(os.listdir(folder))
     escaped, code = "", None
     old = signal.signal(signal.SIGALRM, _alarm)
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        stdout, stderr = sys.stdout, sys.stderr
+        stdin, stdout, stderr = sys.stdin, sys.stdout, sys.stderr
+        if typed is not None:
+            sys.stdin = io.StringIO(typed)
         sys.stdout, sys.stderr = _text(out, "strict"), _text(err, "backslashreplace")
         signal.alarm(SECONDS)
         try:
@@ -101,7 +104,7 @@ def run(arguments: list[str], folder: Path) -> Outcome:
                     stream.close()
                 except BaseException as error:
                     escaped += repr(error)
-            sys.stdout, sys.stderr = stdout, stderr
+            sys.stdin, sys.stdout, sys.stderr = stdin, stdout, stderr
         texts = []
         for file in (out, err):
             file.seek(0)

@@ -24,6 +24,8 @@ from . import fuzz_world as worlds
 from .fuzz_run import run
 
 TIMES = float(os.environ.get("FUZZ", "1"))
+TYPED = "hello\n"
+"""A question for a chat."""
 
 
 def fuzzed(examples: int) -> Any:
@@ -69,7 +71,7 @@ def answered(folder: Path, words: list[str], as_json: bool, what: str) -> None:
     here = Path.cwd()
     os.chdir(folder)
     try:
-        problem = run(arguments, folder).problem(arguments)
+        problem = run(arguments, folder, TYPED).problem(arguments)
     finally:
         os.chdir(here)
         shutil.rmtree(folder)
@@ -126,7 +128,7 @@ def test_what_is_not_damaged_works(command: str, world: Path) -> None:
     """Else the fuzz would prove nothing: every one of its commands does its work on what is whole."""
     folder = worlds.copy_of(world, world.parent / "case")
     try:
-        outcome = run(worlds.in_folder(folder, command.split()), folder)
+        outcome = run(worlds.in_folder(folder, command.split()), folder, TYPED)
     finally:
         shutil.rmtree(folder)
     assert outcome.code == 0 and not outcome.escaped, outcome.err

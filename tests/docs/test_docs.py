@@ -36,7 +36,7 @@ GUIDES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SLOW = {"audit.md", "choose.md", "diagnostics.md", "evaluate.md", "tutorial.md"}
 """Pages that take most of the time; they audit, diagnose and evaluate, which other tests of the gate do
 too."""
-IN_A_SHELL = {"README.md", "install.md", "tutorial.md"}
+IN_A_SHELL = {"README.md", "chat.md", "install.md", "tutorial.md"}
 PAGES = [
     *GUIDES,
     *sorted((ROOT / "docs" / "results").rglob("*.md")),

@@ -291,6 +291,17 @@ def test_a_cache_that_cannot_be_saved_is_refused(kind, tmp_path):
     assert Session.load(tmp_path / "a", model).chunks_written == 1
 
 
+def test_a_session_that_dropped_its_kv_cache_and_read_on_is_saved(llama, tmp_path):
+    """Its fast weights have read more than its tokens."""
+    state = session(llama, random_ids(1, 5 * CHUNK)).drop_kv_cache()
+    state.read(random_ids(1, CHUNK + 3, seed=1))
+    state.save(tmp_path / "a")
+    again, more = Session.load(tmp_path / "a", llama), random_ids(1, 7, seed=2)
+    options: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": -1}
+    assert torch.equal(again.generate(more, **options), state.generate(more, **options))
+    assert again.chunks_written == state.chunks_written > 5
+
+
 def test_reading_and_generating_are_one_unbroken_text(model, monkeypatch):
     monkeypatch.setattr(session_module, "_READ_AT_ONCE", 6)
     state, text = Session(model), random_ids(2, 0)
