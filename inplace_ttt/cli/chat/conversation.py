@@ -12,7 +12,6 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from ...errors import InPlaceTTTError, reported
 from ...files.text import ids_within, read_text
-from ...layer.cache import streams
 from ...session.session import Session
 from ...surgery import config_of, disable_ttt
 from ..loading import note_on_positions
@@ -75,8 +74,7 @@ class Conversation:
         """
         made = cls(*given)
         made.session = Session.load(file, made.model)
-        rows = max((stream.batch for stream in streams(made.session.cache).values()), default=1)
-        if rows > 1:
+        if (rows := made.session.batch) > 1:
             raise InPlaceTTTError(
                 f"{file} holds {rows} sequences, and a chat continues one; give another file."
             )
