@@ -286,6 +286,7 @@ def test_a_stopped_reading_leaves_a_whole_session(world: Path) -> None:
     assert text.count("<s>user: ") == 1 and "\n\nthe whale?</s><s>assistant: " in text
 
 
+@pytest.mark.full
 def test_a_person_at_a_terminal(world: Path, tmp_path: Path) -> None:
     """Reads, answers, is stopped in the middle of an answer, answers again, saves, ends."""
     file = tmp_path / "s"
@@ -313,6 +314,7 @@ def test_a_person_at_a_terminal(world: Path, tmp_path: Path) -> None:
     assert session.cache.get_seq_length() == session.tokens.shape[1] - 1
 
 
+@pytest.mark.full
 def test_a_chat_that_is_killed_while_it_saves_leaves_a_whole_session(
     world: Path, tmp_path: Path, chats: Chats
 ) -> None:
