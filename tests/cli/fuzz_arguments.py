@@ -39,7 +39,7 @@ COMMANDS = (
     "export ttt out --format adapter",
     "export lora out --format full --base base",
     "export ttt out --format plain --session state --text text.txt",
-    "export ttt out --format lora --rank 4 --session state state",
+    "export ttt out --format=lora --rank 4 --session state state",
     "import-reference public out",
     "bench --d 8 --h 8 --tokens 16 --chunk-size 8 --repeats 1 --device cpu --dtype float32",
     "audit ttt --profile paper --format md --out out --seed 1",

@@ -106,7 +106,7 @@ TARGETS = (
     Target("lora/inplace_ttt.safetensors", 40, _OF_LORA),
     Target("public/config.json", 50, (_IMPORT,)),
     Target("public/model.safetensors.index.json", 30, (_IMPORT,)),
-    Target("state", 80, (f"{_GENERATE} --load-state state", "export ttt out --format lora --session state")),
+    Target("state", 80, (f"{_GENERATE} --load-state state", "export ttt out --format=lora --session state")),
     Target("recipe.yaml", 80, ("plan recipe.yaml", "train recipe.yaml")),
     Target("ds.json", 25, ("plan recipe.yaml",)),
     Target("questions.jsonl", 30, (f"{_RULER} --tasks qa_1 --qa questions.jsonl",)),

@@ -43,7 +43,7 @@ OPTIONS = {
     ),
     "babilong": "--base --batch-size --chat --dtype --help --json --lengths --out --samples --seed --tasks "
     "--text --text-field --write-samples",
-    "export": "--base --format --help --json --overwrite --push",
+    "export": "--base --format --help --json --overwrite --push --rank --session --text",
     "import-reference": "--help --json --overwrite",
     "bench": (
         "--base --chunk-size --d --device --dtype --h --help --json --new-tokens --prompt-tokens --repeats "
