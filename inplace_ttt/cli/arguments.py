@@ -165,6 +165,35 @@ def add_texts(
     )
 
 
+def add_base(parser: ArgumentParser) -> None:
+    """Adds `--base`, for adapters."""
+    parser.add_argument(
+        "--base", type=path, metavar="PATH", help="present place of an adapter's base, if it was moved"
+    )
+
+
+def add_dtype(parser: ArgumentParser) -> None:
+    """Adds `--dtype`, in which the model computes."""
+    parser.add_argument(
+        "--dtype",
+        type=dtype,
+        default="auto",
+        metavar="DTYPE",
+        help="float32, bfloat16, … (default: the checkpoint's)",
+    )
+
+
+def add_temperature(parser: ArgumentParser) -> None:
+    """Adds `--temperature` of sampling."""
+    parser.add_argument(
+        "--temperature",
+        type=number(1e-4, 1e4, or_zero=True),
+        default=0.0,
+        metavar="FLOAT",
+        help="of sampling; 0 always takes the most likely token (default: 0)",
+    )
+
+
 def add_push(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--push",

@@ -49,8 +49,8 @@ def export_session(
     """
     model, tokenizer = load_with_tokenizer(args.path, args.base, "auto")
     refuse_not_finite(model, args.path)
-    first, *others = (Session.load(file, model) for file in args.session)
-    session = first.merge(*others) if others else first
+    sessions = [Session.load(file, model) for file in args.session]
+    session = sessions[0].merge(*sessions[1:]) if len(sessions) > 1 else sessions[0]
     if session.batch > 1:
         raise InPlaceTTTError(
             f"{args.session[0]} holds {session.batch} sequences, and an export holds one; choose it in "
@@ -59,15 +59,16 @@ def export_session(
     changes = session.weight_changes()
     if not any(change.left.any() for change in changes.values()):
         warn("the session's writes are zero, so that the export is the base; train the model first.")
-    rows = _rows(args, [first, *others], tokenizer)
+    measured_on = args.text or "the session's text"
+    rows = _rows(args.text, sessions, tokenizer)
     plain = plain_copy(model)
     result: dict[str, Any] = {
         "layers": list(changes),
         "chunks": session.chunks_written,
-        "unwritten": session.unwritten,
+        "unwritten": sum(read.unwritten for read in sessions),
         "rank": None,
         "lost": None,
-        "measured_on": args.text or "the session's text",
+        "measured_on": measured_on,
     }
     if args.format == "lora":
         base = unchanged_base(model, args.base, "export it with --format plain")
@@ -96,12 +97,12 @@ def render(result: dict[str, Any]) -> list[str]:
         f"{', '.join(map(str, result['layers']))}"
     ]
     if result["unwritten"]:
-        lines.append(f"the last {result['unwritten']} tokens are of an unfinished chunk, and not in it")
+        lines.append(f"{result['unwritten']} tokens at the end are of an unfinished chunk, and not in it")
     if result["rank"] is not None:
         lost = ", ".join(f"layer {index} {share:.1%}" for index, share in result["lost"].items())
         lines.append(f"rank {result['rank']} leaves out of each change's norm: {lost}")
     if (kept := result["kept"]) is None:
-        return [*lines, "the kept gain was not measured, since the session has no tokens; give --text"]
+        return [*lines, "the session file holds no tokens to measure the kept gain on; give --text"]
     share = "" if kept["share"] is None else f", {kept['share']:.1%} of the session's gain"
     return [
         *lines,
@@ -110,20 +111,20 @@ def render(result: dict[str, Any]) -> list[str]:
     ]
 
 
-def _rows(
-    args: argparse.Namespace, sessions: list[Session], tokenizer: PreTrainedTokenizerBase
-) -> Tensor | None:
-    """Returns rows [B, T] to measure on, of --text or of the sessions' tokens; None if there are none."""
-    if args.text is not None:
-        ids = torch.tensor(ids_within(tokenizer, read_text(args.text)), dtype=torch.int64)
-    else:
-        held = [read.tokens[0].cpu() for read in sessions if read.tokens is not None]
-        if not held:
-            return None
-        ids = torch.cat([read[: MOST // len(held)] for read in held])
-    if len(ids) < 2:
-        raise InPlaceTTTError(f"{args.text} has less than two tokens, so that no loss can be measured.")
-    return rows_of(ids)
+def _rows(file: str | None, sessions: list[Session], tokenizer: PreTrainedTokenizerBase) -> Tensor | None:
+    """Returns rows [B, T] to measure on, of the file or of the sessions' tokens; None if there are none.
+
+    Raises:
+        InPlaceTTTError: if the file has less than two tokens.
+    """
+    if file is not None:
+        ids = torch.tensor(ids_within(tokenizer, read_text(file)), dtype=torch.int64)
+        if len(ids) < 2:
+            raise InPlaceTTTError(f"{file} has less than two tokens, so that no loss can be measured.")
+        return rows_of(ids)
+    held = [read.tokens[0].cpu() for read in sessions if read.tokens is not None]
+    ids = torch.cat([read[: MOST // len(held)] for read in held]) if held else torch.empty(0)
+    return rows_of(ids) if len(ids) > 1 else None
 
 
 def _measured(

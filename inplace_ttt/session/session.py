@@ -335,9 +335,8 @@ class Session:
     def merge(self, *others: Session) -> Session:
         """Adds up the writes of several sessions, as if one had read all texts without a KV cache between.
 
-        A state is a sum over chunks. It differs from that of one session only as far as a later text's keys
-        and targets depend on the writes of an earlier one. The KV caches, tokens and unfinished chunks are
-        left out.
+        A state is a sum over chunks. In one session, the writes of the first text also change the keys and
+        targets of the second. The new session has no KV cache, no tokens and no unfinished chunk.
 
         Args:
             others: sessions of the same model, each with as many sequences.
@@ -346,7 +345,7 @@ class Session:
             A new session, whose positions start at 0.
 
         Raises:
-            InPlaceTTTError: if the config has `prompt_write`, whose one write is no sum, or a session has
+            InPlaceTTTError: if the config has `prompt_write`, whose write cannot be added, or a session has
                 another model or another number of sequences.
 
         Examples:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +28,7 @@ class WeightChange:
 
     @property
     def is_linear(self) -> bool:
-        """True if reads are linear in z, so that `matrix` is the whole change."""
+        """True if reads are linear in z, so that a matrix computes them."""
         return self.keys is None or not bool(self.keys.center.any())
 
     def read(self, z: Tensor) -> Tensor:
@@ -38,7 +37,17 @@ class WeightChange:
         return (keys.to(self.left.dtype) @ self.left.mT).to(z.dtype)
 
     def matrix(self) -> Tensor:
-        """Returns ΔW [d, h], of `left`'s dtype, without the part of the reads that is not linear in z."""
+        """Returns ΔW [d, h], of `left`'s dtype.
+
+        Raises:
+            InPlaceTTTError: if reads are not linear in z, so that no weight computes them.
+        """
+        if not self.is_linear:
+            raise InPlaceTTTError(
+                "whitened keys subtract a center times the norm of each input, which is not linear, so that "
+                "no weight holds this session; convert with --set whitening.centered=false, or without "
+                "whitening."
+            )
         return self.left if self.keys is None else self.left @ self.keys.directions.to(self.left.dtype)
 
 
@@ -89,15 +98,6 @@ def weight_changes(model: PreTrainedModel, cache: Cache, row: int = 0) -> dict[i
         index: WeightChange(stream.read_matrix(row, layers[index]), layers[index].ttt.keys)
         for index, stream in held.items()
     }
-
-
-def require_linear(changes: Mapping[int, WeightChange]) -> None:
-    """Raises InPlaceTTTError for reads that no weight can compute, since they are not linear in z."""
-    if any(not change.is_linear for change in changes.values()):
-        raise InPlaceTTTError(
-            "whitened keys subtract a center times the norm of each input, which is not linear, so that no "
-            "weight holds this session; convert with --set whitening.centered=false, or without whitening."
-        )
 
 
 def low_rank(change: Tensor, rank: int) -> LowRank:

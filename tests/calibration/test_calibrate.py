@@ -190,7 +190,10 @@ def test_convert_measures_saves_and_loads(
     assert result["identity"]["max_abs_logit_diff"] == 0 and result["new_parameters"] == 2 * (
         32 * 5 + 32 * 32
     )
-    assert result["config"]["whitening"] == {"rank": 5, "shrinkage": 0.1, "centered": True} and result["config"]["ridge"] == 0.5
+    assert (
+        result["config"]["whitening"] == {"rank": 5, "shrinkage": 0.1, "centered": True}
+        and result["config"]["ridge"] == 0.5
+    )
     model = load(tmp_path / "full")
     assert all(
         layer.ttt.keys.directions.shape == (5, 64) and float(layer.ttt.gain) > 0

@@ -112,7 +112,7 @@ def test_the_best_matrix_of_its_rank() -> None:
         assert abs(float(lost) - found.lost) < 1e-7 and abs(float(lost - best)) < 1e-7
 
 
-def test_refuses_what_is_no_weight() -> None:
+def test_refuses_what_is_no_weight(tmp_path: Path) -> None:
     unread = Session(converted("llama"))
     with pytest.raises(InPlaceTTTError, match="written nothing"):
         unread.bake()
@@ -120,6 +120,10 @@ def test_refuses_what_is_no_weight() -> None:
     session.read(random_ids(1, 40))
     with pytest.raises(InPlaceTTTError, match="not linear"):
         session.bake()
+    build("llama").save_pretrained(tmp_path / "base")
+    with pytest.raises(InPlaceTTTError, match="not linear"):
+        session.to_lora(tmp_path / "lora", base=str(tmp_path / "base"))
+    assert not (tmp_path / "lora").exists()
 
 
 def test_refuses_a_lora_of_another_base(tmp_path: Path) -> None:

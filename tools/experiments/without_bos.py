@@ -3,9 +3,9 @@
     python tools/experiments/without_bos.py RUN/final [RUN/final …] [--documents 4] \\
         [--out docs/results/cpu-2026-11/without-bos]
 
-Of each held-out document, 2,048 tokens from token 2,500 on are read as a training row has them, in the
-model's own attention. They are read with and without a BOS in front, and with and without the writes of each
-checkpoint. The table has the losses of the first 512 tokens and of the others, in nats per token. A
+The tool reads 2,048 tokens of each held-out document, from token 2,500 on, as a training row holds them, in
+the model's own attention. It reads them with and without a BOS in front, and with and without the writes of
+each checkpoint. The table has the losses of the first 512 tokens and of the others, in nats per token. A
 checkpoint in OUT.json is skipped.
 """
 

@@ -5,7 +5,6 @@ A small model with the same settings is used.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import tempfile
 from pathlib import Path
@@ -20,8 +19,9 @@ from ...checkpoint.reference_format import read_reference_format, write_referenc
 from ...checkpoint.to_adapter import save_adapter
 from ...errors import InPlaceTTTError
 from ...families import CACHE
+from ...session.plain_model import plain_copy
 from ...session.session import Session
-from ...surgery import config_of, fast_weights, revert
+from ...surgery import config_of, fast_weights
 from ..borrowing import small_chunks
 from ..outcome import Outcome, judged
 from ..probed import Probed
@@ -100,7 +100,7 @@ def _checkpoint(model: Any, probed: Probed, folder: Path) -> list[str]:
 
 
 def _adapter(model: Any, probed: Probed, folder: Path) -> list[str]:
-    revert(copy.deepcopy(model)).save_pretrained(folder / "base")
+    plain_copy(model).save_pretrained(folder / "base")
     save_adapter(model, folder / "adapter", base=str(folder / "base"))
     return _unlike(load(folder / "adapter"), model, probed)
 

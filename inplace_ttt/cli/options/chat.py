@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ...errors import InPlaceTTTError
-from ..arguments import MOST_TOKENS, dtype, number, path, whole
+from ..arguments import MOST_TOKENS, add_base, add_dtype, add_temperature, path, whole
 
 EXAMPLES = """examples:
   inplace-ttt chat ./smollm2-ttt
@@ -36,29 +36,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="most tokens of an answer (default: 512)",
     )
-    parser.add_argument(
-        "--temperature",
-        type=number(1e-4, 1e4, or_zero=True),
-        default=0.0,
-        metavar="FLOAT",
-        help="of sampling; 0 always takes the most likely token (default: 0)",
-    )
+    add_temperature(parser)
     parser.add_argument(
         "--ttt",
         choices=("on", "off"),
         default="on",
         help="off: without the fast weights until /on, as by /off (default: on)",
     )
-    parser.add_argument(
-        "--base", type=path, metavar="PATH", help="present place of an adapter's base, if it was moved"
-    )
-    parser.add_argument(
-        "--dtype",
-        type=dtype,
-        default="auto",
-        metavar="DTYPE",
-        help="float32, bfloat16, … (default: the checkpoint's)",
-    )
+    add_base(parser)
+    add_dtype(parser)
     parser.set_defaults(check=check)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ..arguments import MOST_TOKENS, add_texts, dtype, number, path, whole
+from ..arguments import MOST_TOKENS, add_base, add_dtype, add_texts, number, path, whole
 
 EXAMPLES = """examples:
   inplace-ttt diagnose ./smollm2-ttt --text book.txt --out diagnosis
@@ -43,14 +43,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FLOAT",
         help="of Adam's first step (default: 5e-6, the paper's)",
     )
-    parser.add_argument(
-        "--base", type=path, metavar="PATH", help="present place of an adapter's base, if it was moved"
-    )
-    parser.add_argument(
-        "--dtype",
-        type=dtype,
-        default="auto",
-        metavar="DTYPE",
-        help="float32, bfloat16, … (default: the checkpoint's)",
-    )
+    add_base(parser)
+    add_dtype(parser)
     parser.add_argument("--overwrite", action="store_true", help="replace DIR if it exists")

@@ -8,8 +8,8 @@ from ...errors import InPlaceTTTError
 from ...tasks.facts import MOST as MOST_RECORDS
 from ..arguments import (
     MOST_TOKENS,
+    add_dtype,
     add_texts,
-    dtype,
     numbers,
     path,
     rates,
@@ -137,13 +137,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--card", action="store_true", help="also put the result into PATH's model card")
     parser.add_argument("--overwrite", action="store_true", help="replace DIR if it exists")
-    parser.add_argument(
-        "--dtype",
-        type=dtype,
-        default="auto",
-        metavar="DTYPE",
-        help="float32, bfloat16, … (default: the checkpoint's)",
-    )
+    add_dtype(parser)
     parser.set_defaults(check=check)
 
 

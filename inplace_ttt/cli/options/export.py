@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ...session.rank import RANK
-from ..arguments import add_push, path, whole
+from ..arguments import add_base, add_push, path, whole
 
 EXAMPLES = """examples:
   inplace-ttt export ./smollm2-ttt ./smollm2-adapter --format adapter
@@ -46,8 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="UTF-8 text whose loss is measured (default: the session's text)",
     )
-    parser.add_argument(
-        "--base", type=path, metavar="PATH", help="present place of an adapter's base, if it was moved"
-    )
+    add_base(parser)
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
     add_push(parser)

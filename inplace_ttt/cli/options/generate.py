@@ -5,7 +5,16 @@ from __future__ import annotations
 import argparse
 
 from ...errors import InPlaceTTTError
-from ..arguments import MOST_TOKENS, dtype, number, path, refuse_without_effect, seed, whole
+from ..arguments import (
+    MOST_TOKENS,
+    add_base,
+    add_dtype,
+    add_temperature,
+    path,
+    refuse_without_effect,
+    seed,
+    whole,
+)
 
 EXAMPLES = """examples:
   inplace-ttt generate ./smollm2-ttt --prompt-file book.txt --max-new-tokens 100
@@ -34,13 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens to generate (default: 64; 0 only reads)",
     )
-    parser.add_argument(
-        "--temperature",
-        type=number(1e-4, 1e4, or_zero=True),
-        default=0.0,
-        metavar="FLOAT",
-        help="of sampling; 0 always takes the most likely token (default: 0)",
-    )
+    add_temperature(parser)
     parser.add_argument(
         "--seed", type=seed(), metavar="N", help="seed for a temperature above 0 (default: 0)"
     )
@@ -63,16 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="read the text N times, each time with an empty KV cache (default: 1); improves recall with "
         "the gradient preset",
     )
-    parser.add_argument(
-        "--base", type=path, metavar="PATH", help="present place of an adapter's base, if it was moved"
-    )
-    parser.add_argument(
-        "--dtype",
-        type=dtype,
-        default="auto",
-        metavar="DTYPE",
-        help="float32, bfloat16, … (default: the checkpoint's)",
-    )
+    add_base(parser)
+    add_dtype(parser)
     parser.set_defaults(check=check)
 
 

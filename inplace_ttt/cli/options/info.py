@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ..arguments import path
+from ..arguments import add_base, path
 
 EXAMPLES = """examples:
   inplace-ttt info ./smollm2-ttt
@@ -15,6 +15,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "path", type=path, metavar="PATH", help="converted checkpoint or adapter folder (also PEFT's)"
     )
-    parser.add_argument(
-        "--base", type=path, metavar="PATH", help="present place of an adapter's base, if it was moved"
-    )
+    add_base(parser)

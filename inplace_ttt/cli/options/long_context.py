@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ...errors import InPlaceTTTError
-from ..arguments import dtype, numbers, path, seed, whole
+from ..arguments import add_dtype, numbers, path, seed, whole
 
 
 def add_samples(parser: argparse.ArgumentParser, tasks: str, own: str) -> None:
@@ -47,13 +47,7 @@ def add_run(parser: argparse.ArgumentParser) -> None:
         "--seed", type=seed(), default=0, metavar="N", help="seed of the samples (default: 0)"
     )
     parser.add_argument("--chat", action="store_true", help="use the tokenizer's chat template")
-    parser.add_argument(
-        "--dtype",
-        type=dtype,
-        default="auto",
-        metavar="DTYPE",
-        help="float32, bfloat16, … (default: the checkpoint's)",
-    )
+    add_dtype(parser)
     parser.add_argument(
         "--out",
         type=path,
