@@ -22,7 +22,7 @@ BUDGET = {
     "audit": 800,
     "calibration": 40,
     "checkpoint": 380,
-    "cli": 190,
+    "cli": 160,
     "diagnostics": 120,
     "docs": 215,
     "evaluation": 360,
