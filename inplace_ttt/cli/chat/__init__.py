@@ -1,4 +1,5 @@
-"""Runs `inplace-ttt chat MODEL`: turns (their text), conversation (in a session), commands, terminal."""
+"""Runs `inplace-ttt chat MODEL`: turns (their text), conversation (in a session), server (in a memory of a
+running server), commands, terminal."""
 
 from __future__ import annotations
 
@@ -10,8 +11,10 @@ from ...session import file as session_file
 from .. import Result
 from ..loading import load_with_tokenizer, refuse_not_finite
 from ..messages import say_now, warn
+from ..options.chat import API_KEY, is_address
 from .commands import Chat
 from .conversation import Conversation, text_of
+from .server import ServerConversation
 from .terminal import lines, note, stoppable
 from .turns import Place, Turns
 
@@ -20,6 +23,25 @@ def run(args: argparse.Namespace) -> Result:
     if args.session:
         session_file.refuse_to_replace(args.session)
     texts = [(file, text_of(file)) for file in args.read]
+    conversation = _on_server(args) if is_address(args.path) else _here(args)
+    conversation.switch(args.ttt == "on")
+    say_now()
+    chat = Chat(conversation, None if args.json else args.stdout)
+    for file, text in texts:
+        with stoppable() as stop:
+            chat.read(file, text, stop)
+    note(f"{conversation.info()}; /help lists the commands")
+    chat.run(lines())
+    return {"answers": chat.answers, **conversation.summary()}, 0
+
+
+def _on_server(args: argparse.Namespace) -> ServerConversation:
+    key = args.api_key or os.environ.get(API_KEY)
+    return ServerConversation(args.path, key, args.memory, args.system, args.max_new_tokens, args.temperature)
+
+
+def _here(args: argparse.Namespace) -> Conversation:
+    """Returns a conversation in this process, and warns about its limits."""
     model, tokenizer = load_with_tokenizer(args.path, args.base, args.dtype)
     refuse_not_finite(model, args.path)
     turns = Turns(tokenizer, args.system, args.path)
@@ -29,25 +51,11 @@ def run(args: argparse.Namespace) -> Result:
     else:
         conversation = Conversation(*given)
         conversation.file = args.session
-    conversation.switch(args.ttt == "on")
     if turns.is_plain:
         warn(f"{args.path} lacks a chat template; each turn is a line that begins with User: or Assistant:")
     if args.system and conversation.place is not Place.START:
         warn(f"{args.session} holds a conversation already; --system acts after /drop or /forget")
-    say_now()
-    chat = Chat(conversation, None if args.json else args.stdout)
-    for file, text in texts:
-        with stoppable() as stop:
-            chat.read(file, text, stop)
-    note(f"{conversation.info()}; /help lists the commands")
-    chat.run(lines())
-    return {
-        "answers": chat.answers,
-        "session": conversation.file,
-        "tokens": 0 if conversation.session.tokens is None else conversation.session.tokens.shape[1],
-        "chunks_written": conversation.session.chunks_written,
-        "state_bytes": conversation.session.state_bytes,
-    }, 0
+    return conversation
 
 
 def render(result: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from typing import TextIO
 
 from ...errors import InPlaceTTTError, shown
 from .conversation import Conversation, HalfwayError, text_of
+from .server import ServerConversation
 from .terminal import Bar, Stop, note, stoppable
 
 HELP = {
@@ -29,14 +30,14 @@ class Chat:
     """A chat over a conversation.
 
     Args:
-        conversation: to continue.
+        conversation: to continue, in this process or on a server.
         stdout: prints the answers; None collects them in `answers` alone.
 
     Attributes:
         answers: questions and answers so far.
     """
 
-    def __init__(self, conversation: Conversation, stdout: TextIO | None) -> None:
+    def __init__(self, conversation: Conversation | ServerConversation, stdout: TextIO | None) -> None:
         self.conversation = conversation
         self.answers: list[dict[str, str]] = []
         self._stdout = stdout
@@ -80,10 +81,10 @@ class Chat:
             stop: ends the reading.
         """
         text = text_of(file) if text is None else text
-        written = self.conversation.current.chunks_written
+        written = self.conversation.chunks_written
         with Bar(file) as bar:
             read = self.conversation.read(text, file, stop, bar.advance)
-        written = self.conversation.current.chunks_written - written
+        written = self.conversation.chunks_written - written
         stopped = "stopped: " if stop.asked else ""
         note(f"{stopped}read {read:,} tokens of {file}, wrote {written:,} chunks into the fast weights")
         self._took_a_turn()
@@ -129,10 +130,10 @@ class Chat:
 
     def _save(self, file: str, stop: Stop) -> None:
         self.conversation.save(os.path.expanduser(file) or None)
-        note(f"saved to {self.conversation.file}")
+        note(f"saved to {self.conversation.file}" if self.conversation.file else "saved")
 
     def _fork(self, file: str, stop: Stop) -> None:
-        self.conversation.session.save(os.path.expanduser(file))
+        self.conversation.fork(os.path.expanduser(file))
         note(f"saved a copy to {file}")
 
     def _switch(self, on: bool) -> None:
@@ -148,7 +149,7 @@ class Chat:
             note(f"{f'{name} {argument}':14}{effect}")
 
     def _took_a_turn(self) -> None:
-        if self.conversation.aside is None:
+        if self.conversation.is_on:
             self._changed()
 
     def _changed(self) -> None:

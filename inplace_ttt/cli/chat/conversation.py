@@ -87,6 +87,16 @@ class Conversation:
         return self.session if self.aside is None else self.aside
 
     @property
+    def is_on(self) -> bool:
+        """True while turns use the fast weights, and so belong to the session."""
+        return self.aside is None
+
+    @property
+    def chunks_written(self) -> int:
+        """Chunks that the present session has written."""
+        return self.current.chunks_written
+
+    @property
     def tokens(self) -> int:
         """Tokens of the present session."""
         return 0 if self.current.tokens is None else self.current.tokens.shape[1]
@@ -181,13 +191,26 @@ class Conversation:
         self.session.save(file)
         self.file, self.is_saved = file, True
 
+    def fork(self, file: str) -> None:
+        """Saves a copy of the session. Its own file stays the same."""
+        self.session.save(file)
+
+    def summary(self) -> dict[str, Any]:
+        """Returns the session's file and sizes as a JSON object."""
+        return {
+            "session": self.file,
+            "tokens": 0 if self.session.tokens is None else self.session.tokens.shape[1],
+            "chunks_written": self.session.chunks_written,
+            "state_bytes": self.session.state_bytes,
+        }
+
     def info(self) -> str:
         """Returns the sizes of the session."""
         layers = ", ".join(map(str, config_of(self.model).layers))
         return (
             f"{self.tokens:,} tokens, {self.current.cache.get_seq_length():,} of them in the KV cache; "
             f"{self.current.chunks_written:,} chunks written into TTT layers {layers} "
-            f"({self.current.state_bytes:,} bytes); TTT {'on' if self.aside is None else 'off'}; "
+            f"({self.current.state_bytes:,} bytes); TTT {'on' if self.is_on else 'off'}; "
             f"{f'saved to {self.file}' if self.file else 'not saved to a file'}"
         )
 
