@@ -34,12 +34,13 @@ from .config import InPlaceTTTConfig
 from .errors import InPlaceTTTError
 from .files.schema import Open, from_values
 
-MODEL_TYPE = "inplace_ttt"
+MODEL_TYPE, ADAPTER_TYPE = "inplace_ttt", "inplace_ttt_adapter"
 _PREFIX = "InPlaceTTT"
 _SHIM_MODULE = "configuration_inplace_ttt"
 SHIM_FILE = f"{_SHIM_MODULE}.py"
 _SHIM = '''"""Loads this checkpoint's classes from inplace-ttt (its checkout: pip install -e .)."""
 
+from inplace_ttt.adapter_class import AdapterConfig  # noqa: F401
 from inplace_ttt.converted_config import InPlaceTTTModelConfig  # noqa: F401
 '''
 _GUARD, _COUNT = "layer_types", "num_hidden_layers"
@@ -147,7 +148,7 @@ def on_disk(values: dict[str, Any]) -> dict[str, Any]:
     return {
         **{name: value for name, value in _with_our_names(values).items() if name != _COUNT},
         "model_type": MODEL_TYPE,
-        "auto_map": {"AutoConfig": f"{_SHIM_MODULE}.{InPlaceTTTModelConfig.__name__}"},
+        "auto_map": auto_map(InPlaceTTTModelConfig.__name__),
         _GUARD: _NOT_THE_BASE,
         MODEL_TYPE: {**values.get(MODEL_TYPE, {}), **known},
     }
@@ -204,6 +205,11 @@ def _converted_name(architecture: str) -> str:
 def section(base_model_type: str, config: InPlaceTTTConfig) -> dict[str, Any]:
     """Returns the section `inplace_ttt` of config.json."""
     return {"base_model_type": base_model_type, "config": config.to_dict()}
+
+
+def auto_map(config_class: str) -> dict[str, str]:
+    """Returns config.json's `auto_map`, by which `trust_remote_code` finds a config class of this package."""
+    return {"AutoConfig": f"{_SHIM_MODULE}.{config_class}"}
 
 
 def write_shim(folder: str | os.PathLike[str]) -> None:

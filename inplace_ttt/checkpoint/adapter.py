@@ -13,14 +13,14 @@ from typing import Any
 from safetensors import safe_open
 
 from ..config import InPlaceTTTConfig
-from ..converted_config import BaseModel
+from ..converted_config import ADAPTER_TYPE, BaseModel, auto_map, write_shim
 from ..errors import InPlaceTTTError, reported, shown
 from ..files.folders import save_tensors
 from ..files.json_files import read_json, write_json
 from ..files.paths import name_problem
 from ..files.schema import from_values
 from .layer_tensors import LayerTensors, check_tensors
-from .reading import ADAPTER_CONFIG, TTT_SHARD, tensor_names, ttt_config_in
+from .reading import ADAPTER_CONFIG, CONFIG, TTT_SHARD, tensor_names, ttt_config_in
 
 _ADAPTER_FORMAT = 1
 _NAME = re.compile(r"(?P<layer>\d{1,6})\.(?P<kind>[a-z_.]+)")
@@ -58,6 +58,9 @@ def write_adapter(
     write_json(
         folder / ADAPTER_CONFIG, {"format": _ADAPTER_FORMAT, "config": config.to_dict(), "base": dict(base)}
     )
+    # by these two files the Auto classes load the folder
+    write_json(folder / CONFIG, {"model_type": ADAPTER_TYPE, "auto_map": auto_map("AdapterConfig")})
+    write_shim(folder)
 
 
 def is_adapter(path: str | os.PathLike[str]) -> bool:
