@@ -207,7 +207,7 @@ def test_bad_input_is_one_line(
         ([model, "--text", tmp_path / "blank", "--out", out], "holds no text"),
         (
             [model, "--text", tmp_path / "short", "--out", out],
-            "gives 17 tokens, at most one chunk of 16 and a token",
+            "has 17 tokens, so with chunks of 16 no prediction reads a write",
         ),
         (
             [model, "--text", text, "--out", out, "--tokens", "9"],
