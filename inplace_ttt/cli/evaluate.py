@@ -248,7 +248,7 @@ def _facts(
     chosen: Sequence[int],
     protocol: Protocol,
 ) -> dict[str, Any]:
-    """Measures the recall of facts put into each chosen document, to which the next documents are appended."""
+    """Measures the recall of facts put into each chosen document, extended by the documents after it."""
     encode = functools.partial(ids_within, tokenizer)
     distances, number = args.distances or DISTANCES, args.seed or 0
     tokens = document_tokens(

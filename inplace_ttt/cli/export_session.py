@@ -97,7 +97,9 @@ def render(result: dict[str, Any]) -> list[str]:
         f"{', '.join(map(str, result['layers']))}"
     ]
     if result["unwritten"]:
-        lines.append(f"{result['unwritten']} tokens at the end belong to an unfinished chunk and are not exported")
+        lines.append(
+            f"{result['unwritten']} tokens at the end belong to an unfinished chunk and are not exported"
+        )
     if result["rank"] is not None:
         lost = ", ".join(f"layer {index} {share:.1%}" for index, share in result["lost"].items())
         lines.append(f"rank {result['rank']} drops this share of each change's norm: {lost}")

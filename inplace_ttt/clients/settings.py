@@ -51,7 +51,7 @@ def prepare(model: nn.Module, surgery: InPlaceTTTConfig | None) -> nn.Module:
     if is_converted(model):
         if surgery is not None:
             raise InPlaceTTTError(
-                "the model is converted already, so that inplace_ttt.ttt does nothing; remove it, or give "
+                "the model is converted already, so inplace_ttt.ttt does nothing; remove it, or give "
                 "the base."
             )
         return model

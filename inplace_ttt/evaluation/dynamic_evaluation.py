@@ -2,8 +2,8 @@
 
 The same down-projections as those of the model's TTT layers take one step of plain gradient descent per
 chunk, on the mean loss of the chunk's predicted tokens. A chunk is scored before its own step. Each document
-begins with the base's weights. Nothing of the package's own reading is used: a hook per layer adds the change
-of its weight, which is a float32 tensor of its own.
+begins with the base's weights. None of the package's code for fast weights is used: a hook per layer adds
+the change of its weight, which is a separate float32 tensor.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def descent_losses(
     *,
     progress: Progress = lambda tokens: None,
 ) -> Tensor:
-    """Reads a document while its weights descend, and other rows with the same weights.
+    """Reads a document while gradient descent changes the weights, and other rows with the same weights.
 
     Args:
         model: a converted model; its writes are off.

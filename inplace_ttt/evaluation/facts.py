@@ -83,8 +83,8 @@ def recall_of_facts(
     ]
     if missing := length - min(map(len, documents)):
         raise InPlaceTTTError(
-            f"{records} records and a distance of {distances[-1]:,} take documents of {length:,} tokens, "
-            f"and one lacks {missing:,} "
+            f"{records} records and a distance of {distances[-1]:,} need documents of {length:,} tokens, "
+            f"but one lacks {missing:,} "
             f"of them; give more text, fewer --facts, or a shorter distance."
         )
     rows = torch.stack(documents)

@@ -37,7 +37,7 @@ def new_folder(
         path: the folder to write.
         kind: kind of output, one of the constants in `files.manifest`.
         overwrite: replace an earlier output of this kind, if it holds no other files.
-        sources: inputs of the command, which `path` must lie apart from.
+        sources: inputs of the command, which must not overlap with `path`.
 
     Raises:
         InPlaceTTTError: if `path` may not be replaced, another run writes it, or the disk refuses.
@@ -87,7 +87,7 @@ def require_writable(folder: Path, remedy: str) -> None:
     """Checks that files can be written into a folder. A missing folder is created and removed again.
 
     Args:
-        folder: need not exist.
+        folder: the folder, which need not exist.
         remedy: end of the error message.
 
     Raises:

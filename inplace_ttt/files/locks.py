@@ -43,7 +43,7 @@ def output_lock(path: str | os.PathLike[str], *, wait: bool = False) -> Iterator
         yield
     finally:
         with suppress(OSError):
-            os.unlink(file)  # while held: a waiter then finds that its file has lost its name, and retries
+            os.unlink(file)  # while locked, so that a waiter finds its file gone, and retries
         os.close(handle)
 
 

@@ -39,7 +39,7 @@ class _Manifest(Open):
     """The contents of a manifest.
 
     Attributes:
-        kind: of the folder.
+        kind: kind of the folder's output.
         files: path in the folder -> `file_state` when it was written; None accepts any state.
     """
 

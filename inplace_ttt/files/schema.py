@@ -25,7 +25,7 @@ class WrongSetting(ValueError):
     """An invalid setting.
 
     Args:
-        key: of the setting within its section.
+        key: the setting's key within its section.
         message: the problem.
     """
 
@@ -39,7 +39,7 @@ class Open:
 
 
 def require(holds: bool, key: str, message: str) -> None:
-    """Raises WrongSetting unless the condition holds."""
+    """Raises WrongSetting unless the condition is true."""
     if not holds:
         raise WrongSetting(key, message)
 

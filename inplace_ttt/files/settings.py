@@ -109,7 +109,7 @@ class _Reader:
 
 
 def _number(value: Any, text: str) -> Any:
-    """Reads 1e-5 as a number, 010 as 10 and 1:30 as text; YAML 1.1 reads text, 8 and 90."""
+    """Reads 1e-5 as a number, 010 as 10 and 1:30 as text. YAML 1.1 reads these as text, 8 and 90."""
     if type(value) in (int, float) and ":" in text:
         return text
     if type(value) is int and text.lstrip("+-").replace("_", "").isdecimal():

@@ -23,8 +23,10 @@ from tqdm import tqdm
 from ..errors import InPlaceTTTError
 
 _ALONE = 2
-"""Number of requests that `generate` answers in a round: the longest and one of medium length. Its time for a
-request does not depend on others that wait."""
+"""Number of requests that `generate` answers in a round: the longest and one of medium length.
+
+It answers one request at a time, so the requests that wait do not change its time per request.
+"""
 
 
 @dataclass(frozen=True)

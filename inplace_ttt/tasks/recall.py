@@ -54,7 +54,7 @@ def recall_data(
         )
     if length < 4 * pairs:
         raise InPlaceTTTError(
-            f"recall of {pairs} pairs takes at least {4 * pairs} tokens, sequence_length is {length}; "
+            f"recall of {pairs} pairs needs at least {4 * pairs} tokens, but sequence_length is {length}; "
             "lower data.recall.pairs or raise data.sequence_length."
         )
     ids = np.empty((rows, length), dtype=np.int32)

@@ -100,11 +100,11 @@ def read_error(sources: Sequence[Source], reading: Reading, error: BaseException
     if isinstance(cause, ImportError) and cause.name:
         names = ", ".join(source.name for source in sources)
         return InPlaceTTTError(
-            f"{names} takes the package {cause.name}, which is not installed; pip install {cause.name}."
+            f"{names} needs the package {cause.name}, which is not installed; pip install {cause.name}."
         )
     culprit = _culprit(sources, reading)
     if culprit is None and (differing := _differing_field(sources, reading)) is not None:
-        return InPlaceTTTError(f"{differing}; make them alike, or leave that field out of the files.")
+        return InPlaceTTTError(f"{differing}; use one type, or leave that field out of the files.")
     where, error = culprit or (", ".join(source.name for source in sources), root_cause(error))
     if isinstance(error, StopIteration):
         return InPlaceTTTError(f"{where} holds no records; leave it out.")

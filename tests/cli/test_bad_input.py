@@ -82,7 +82,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
         ),
         (
             ["convert", "BASE", "OUT", "--chunk-size", "4", "--set", "chunk_size=8"],
-            "--chunk-size does nothing beside --set chunk_size=8",
+            "--chunk-size does nothing next to --set chunk_size=8",
         ),
         (
             ["info", "BASE", "--base", "OUT"],

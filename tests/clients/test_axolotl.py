@@ -83,7 +83,7 @@ def test_lora_beside_conv_and_p(settings: dict[str, Any]) -> None:
     }
     done = axolotl(settings, **lora)
     assert (
-        done.returncode != 0 and "conv and P are frozen, so that nothing would learn to write" in done.stderr
+        done.returncode != 0 and "conv and P are frozen, so nothing would learn to write" in done.stderr
     )
     done = axolotl(settings, **lora, lora_modules_to_save=["ttt"])
     assert done.returncode == 0, done.stderr[-2000:]
@@ -129,5 +129,5 @@ def test_a_surgery_too_much_or_too_little_is_refused(settings: dict[str, Any]) -
         manager.post_model_build(DictDefault({"inplace_ttt": {"ttt": {"preset": "ridge"}}}), model)
     manager.post_model_build(DictDefault(settings), model)
     assert list(fast_weights(model)) == [0, 6]
-    with pytest.raises(ValueError, match=r"converted already, so that inplace_ttt\.ttt does nothing"):
+    with pytest.raises(ValueError, match=r"converted already, so inplace_ttt\.ttt does nothing"):
         manager.post_model_build(DictDefault(settings), model)

@@ -217,7 +217,7 @@ def test_bad_input_is_one_line(
         ([model, "--text", tmp_path / "nowhere", "--out", out], "does not exist"),
         (
             [foreign, "--text", tmp_path / "fives", "--out", out],
-            "has the tokenizer of another model: it gives ids up to 5000, the model has 97",
+            "has the tokenizer of another model: it gives ids up to 5000, but the model has 97",
         ),
         ([base, "--text", text, "--out", out], "is not a converted checkpoint"),
         ([tmp_path / "no" / "model", "--text", text, "--out", out], "does not exist"),

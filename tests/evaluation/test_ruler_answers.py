@@ -255,7 +255,7 @@ def test_what_a_reader_must_know_is_said(capsys: pytest.CaptureFixture[str], tmp
             ["ttt", "--lengths", "1024", "--tasks", "fwe", "--dtype", "half-a-byte"],
             "is not a dtype of weights",
         ),
-        (["ttt", "--lengths", "200", "--tasks", "fwe"], "fwe takes at least"),
+        (["ttt", "--lengths", "200", "--tasks", "fwe"], "fwe needs at least"),
         (
             ["ttt", "--lengths", "1024", "--tasks", "niah_single_2", "--haystack", "nowhere.txt"],
             "the file or folder nowhere.txt does not exist",

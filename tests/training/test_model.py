@@ -352,7 +352,7 @@ def test_refusals(overrides: list[str], sections: dict[str, Any], message: str, 
 def test_surgery_belongs_to_what_is_not_converted(saved: dict[str, Path], tmp_path: Path) -> None:
     for form in ("full", "adapter"):
         with pytest.raises(
-            InPlaceTTTError, match="is converted already, so that ttt does nothing; remove the section"
+            InPlaceTTTError, match="is converted already, so ttt does nothing; remove the section"
         ):
             build_model(tiny_recipe(tmp_path, **{**at(saved[form]), "ttt": {"chunk_size": 16}}))
     with pytest.raises(InPlaceTTTError, match="is not converted and the section ttt is missing"):

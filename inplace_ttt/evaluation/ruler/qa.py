@@ -29,7 +29,7 @@ def puzzle(number: int, random: Random, material: Material, length: int, index: 
     book = material.questions[number]
     if index >= len(book.questions):
         raise InPlaceTTTError(
-            f"{book.name} has {len(book.questions)} questions, --samples is above that; lower it."
+            f"{book.name} has {len(book.questions)} questions, but --samples is above that; lower it."
         )
     question = book.questions[index]
     own, related = set(question.documents), set(question.related)

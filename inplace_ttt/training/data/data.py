@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 SAMPLED_ROWS = 16
 """Number of a stream's first rows that its report counts."""
 _FORMAT = 3
-"""Part of every cache key. Raise it when the same input gives other tokens or rows."""
+"""Part of every cache key. Increase it when the code makes other tokens or rows from the same input."""
 _BATCH = 32
 """Documents, or rows, per batch. It is small because one document may have a million tokens."""
 _BYTES_A_PROCESS = 32_000_000
@@ -55,8 +55,8 @@ class TrainingData:
         report: counts and warnings about the data.
         documents: returns an iterator over the token ids of the training documents, in the order of packing.
         align: each document starts on a multiple of this many tokens in its row.
-        begins: token ids of the special tokens that begin every text. Each piece of a document that begins
-            with them begins with them too.
+        begins: token ids of the special tokens that begin every text. If a document
+            begins with them, so does each of its pieces.
     """
 
     train: Dataset | RowStream
@@ -71,7 +71,7 @@ def build_data(recipe: Recipe, tokenizer: Any, chunk_size: int) -> TrainingData:
     """Returns the rows of a run.
 
     Every process of a run calls it. Among the processes that share a cache, one tokenizes and packs. The
-    others wait at its lock without a time limit, and then read the cache.
+    others wait for the cache's lock without a time limit, and then read the cache.
 
     Args:
         recipe: the run's recipe.

@@ -125,7 +125,7 @@ def _change_places(
 
 
 class _Reader:
-    """Reads one source from a place on."""
+    """Reads one source, starting at a place."""
 
     def __init__(self, opened: Opened, data: Data, wanted: Callable[[Document], bool], place: Place) -> None:
         self.source, self.open = opened
@@ -166,7 +166,7 @@ class _Reader:
 
 @contextmanager
 def _silent(name: str) -> Iterator[None]:
-    """Silences a logger below the level of errors."""
+    """Silences the records of a logger that are below the level ERROR."""
     logger = logging.getLogger(name)
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -200,7 +200,7 @@ class Documents:
         """Yields the documents that follow `places`.
 
         Args:
-            places: position in each source; the start without it.
+            places: position in each source; the default is the start.
             endless: start again at the end. Otherwise it ends when every source was read once.
 
         Yields:
@@ -223,7 +223,7 @@ class Documents:
             elif self.weights and not before[number].documents:
                 raise InPlaceTTTError(
                     f"{readers[number].source.name} lacks a document to train on, though data.weights gives "
-                    "it a share; remove both."
+                    "it a share; remove the source and its weight."
                 )
 
     def _next(self, places: Sequence[Place]) -> int:

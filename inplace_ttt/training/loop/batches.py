@@ -55,8 +55,8 @@ def with_document_lengths(batch: dict[str, Any]) -> dict[str, Any]:
 def needs_document_lengths(recipe: Recipe) -> bool:
     """Returns True if flash attention must be given the documents' lengths.
 
-    It is False if ranks share rows: each has parts of documents, and Ulysses gives attention whole rows,
-    whose positions then show the documents.
+    It is False if ranks share rows: Ulysses then gives attention whole rows, whose positions show the
+    documents.
     """
     return (
         recipe.model.attn_implementation == "flash_attention_2"
@@ -72,9 +72,9 @@ def shifted(labels: Tensor) -> Tensor:
 def where_learned(batch: dict[str, Any]) -> dict[str, Any]:
     """Restricts the logits of a batch to positions at which some row has a target.
 
-    If rows ignore most of their targets (answers alone, synthetic facts), the head computes a small part of
-    the logits. With a large vocabulary they are most of a small model's work. The first position always
-    stays, so that there is at least one.
+    Rows may ignore most of their targets, for example if only answers are learned. The head then computes
+    only a small part of the logits. With a large vocabulary, logits are most of a small model's work. The
+    first position always stays, so that there is at least one.
 
     Args:
         batch: labels or shift_labels [B, T].

@@ -1,4 +1,4 @@
-"""Parameter groups: conv and P have their own rates, decays and warm-up beside the other parameters."""
+"""Makes the optimizer's parameter groups. Conv and P have rates, decays and a warm-up of their own."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def split_off(model: nn.Module) -> tuple[dict[str, list[nn.Parameter]], dict[str
         own = [*layer.ttt.parameters()]
         if own and not any(p.requires_grad for p in own):
             raise InPlaceTTTError(
-                f"layer {index}'s conv and P are frozen, so that nothing would learn to write; unfreeze "
+                f"layer {index}'s conv and P are frozen, so nothing would learn to write; unfreeze "
                 "its ttt module."
             )
     special = {id(p) for group in ttt.values() for p in group}
@@ -69,7 +69,7 @@ def split_off(model: nn.Module) -> tuple[dict[str, list[nn.Parameter]], dict[str
 
 
 def refuse_without_effect(ttt: dict[str, list[nn.Parameter]], **settings: float | None) -> None:
-    """Refuses a setting of a group without parameters in this model.
+    """Refuses a setting whose parameter group is empty in this model.
 
     Args:
         ttt: groups from `split_off`.
@@ -96,7 +96,7 @@ def group_settings(settings: Training, group: str) -> tuple[float, float]:
 
 
 def dimensions(parameter: nn.Parameter) -> int:
-    """Returns the dimensions of the whole parameter, of which ZeRO-3 keeps only a flat part."""
+    """Returns the number of dimensions of the whole parameter; ZeRO-3 itself keeps only a flat part."""
     return len(getattr(parameter, "ds_shape", parameter.shape))
 
 

@@ -1,4 +1,4 @@
-"""The state of a run, as its output holds it.
+"""The state of a run, read from its output folder.
 
 The state shows which checkpoints are complete, where to resume, and whether the run is finished. It stays
 consistent whenever the run is killed:
@@ -7,7 +7,7 @@ consistent whenever the run is killed:
   whatever its name.
 - A checkpoint is saved under `.saving/` and gets its name once it is complete. Its file `complete` lists
   every file with its size, the recipe, and the settings that were changed.
-- A file `.from-scratch` marks all checkpoints beside it as given up; they are still to be removed.
+- A file `.from-scratch` marks all checkpoints in the folder as given up, until the run has removed them.
 - A run is finished once `train_report.json` reports all steps. It is written after `final/`.
 """
 
@@ -70,8 +70,8 @@ class Start:
 
     Attributes:
         place: the lowest rank that sees this process's output.
-        leads: this process has that rank, and manages the files there.
-        one_disk: all processes see the same output.
+        leads: True if this process has that rank. It then manages the files of the output.
+        one_disk: True if all processes see the same output.
         checkpoint: the checkpoint to resume from, or None.
         done: steps of that checkpoint.
         report: the report if the run is finished, else None.
@@ -87,7 +87,7 @@ class Start:
 
 @contextmanager
 def held(recipe: Recipe, resume: bool) -> Iterator[None]:
-    """Holds the output for one run. The lock ends with this process.
+    """Locks the output for one run. The lock ends with this process.
 
     Args:
         recipe: the run's recipe.
@@ -127,7 +127,7 @@ def refuse_others(recipe: Recipe, done: int) -> None:
     for source in filter(os.path.lexists, filter(None, read)):
         if Path(os.path.realpath(output)).is_relative_to(os.path.realpath(source)):
             raise InPlaceTTTError(
-                f"the run's output {output} is {source}, which it reads, or lies in it; choose another "
+                f"the run's output {output} is or lies in {source}, which the run reads; choose another "
                 "output."
             )
         for folder in (output / FINAL, *_named(output).values()):  # the run removes older checkpoints
@@ -187,7 +187,7 @@ def finished(recipe: Recipe) -> dict[str, Any] | None:
 def agree(recipe: Recipe, meeting: Meeting, resume: bool) -> Start:
     """Finds the newest checkpoint that is complete on every disk of the run.
 
-    It changes no file. `settle` does, once nothing can be refused any more. All processes must call it.
+    It changes no file; `settle` does, once nothing can be refused anymore. All processes must call it.
 
     Args:
         recipe: the run's recipe.
@@ -233,7 +233,7 @@ def settle(start: Start, output: Path, from_scratch: bool) -> None:
     Complete checkpoints up to `start.done` stay, and the log's lines up to that step.
 
     Args:
-        start: as agreed.
+        start: the start that the processes agreed on.
         output: the run's output.
         from_scratch: remove all checkpoints.
     """
@@ -283,7 +283,7 @@ def made_by(start: Start, facts: dict[str, Any]) -> Saved:
     """Returns the contents of `complete` for the run's checkpoints, without their files.
 
     Args:
-        start: as agreed.
+        start: the start that the processes agreed on.
         facts: settings, weights and data of the run (`changes.facts_of`).
 
     Raises:
@@ -377,7 +377,7 @@ def _newest(output: Path, leaders: dict[int, dict[str, Any]], says: bool) -> int
     if known and not usable:
         newest = max(known)
         raise InPlaceTTTError(
-            f"{_folder(output, newest)} is not whole, nor is any other checkpoint: {lacking[newest]}; "
+            f"{_folder(output, newest)} is not complete, nor is any other checkpoint: {lacking[newest]}; "
             "bring it back, or start "
             "anew with --from-scratch."
         )
@@ -386,7 +386,7 @@ def _newest(output: Path, leaders: dict[int, dict[str, Any]], says: bool) -> int
     step = max(usable)
     for broken in sorted(other for other in lacking if other > step and says):
         logger.warning(
-            "%s is not whole: %s; the run goes on from %s",
+            "%s is not complete: %s; the run continues from %s",
             _folder(output, broken),
             lacking[broken],
             _folder(output, step),
@@ -402,7 +402,7 @@ def _who_lacks(leaders: dict[int, dict[str, Any]], step: int) -> str:
 
 def _too_far(where: str, steps: int, recipe: Recipe) -> InPlaceTTTError:
     return InPlaceTTTError(
-        f"{where} has run {steps} steps already, and the recipe asks for {recipe.steps}; raise "
+        f"{where} has run {steps} steps already, but the recipe asks for {recipe.steps}; raise "
         "training.steps, name another output, or "
         "start anew with --from-scratch."
     )

@@ -1,4 +1,4 @@
-"""Saving: into a temporary folder first, which gets its name once it is complete.
+"""Saves into a temporary folder, which gets its final name once it is complete.
 
 A trial before the first step finds models that cannot be saved.
 """
@@ -74,10 +74,12 @@ def install(staging: Path, target: Path, kind: str) -> None:
 
 
 def keep_newest(output: Path, count: int) -> None:
-    """Removes the run's checkpoints but the newest `count`.
+    """Removes the run's checkpoints except the newest `count`.
 
     Only files that the run wrote are removed; a warning names others.
     """
     for folder in complete_checkpoints(output)[:-count]:
         if (left := remove_written(folder)) is not None:
-            logger.warning("%s is not removed whole: it holds %s, which this run did not write", folder, left)
+            logger.warning(
+                "%s is not removed completely: it holds %s, which this run did not write", folder, left
+            )

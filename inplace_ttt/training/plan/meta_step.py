@@ -24,7 +24,7 @@ from .flops import tokens_of
 _PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1}
 """Matrix products, each with the position of its left factor among the arguments.
 
-torch's FlopCounterMode leaves out the products in place, which are a fifth of all.
+torch's FlopCounterMode leaves out in-place products, which are a fifth of all products.
 """
 
 
@@ -61,7 +61,7 @@ def step_cost(recipe: Recipe) -> StepCost:
 
 
 def evaluation_cost(recipe: Recipe) -> int:
-    """Returns the peak bytes beside the weights for a batch of held-out rows, measured on the meta device."""
+    """Returns the peak bytes, without weights, of a batch of held-out rows, measured on the meta device."""
     model = _on_meta(recipe).eval()
     meter = _Meter(model, model.config.get_text_config().vocab_size, tokens_of(recipe))
     with torch.device("meta"), meter:
@@ -73,7 +73,7 @@ def evaluation_cost(recipe: Recipe) -> int:
 def _on_meta(recipe: Recipe) -> PreTrainedModel:
     """Returns the recipe's model on the meta device.
 
-    Its attention and experts are replaced by others that hold the same tensors there as its own on a device.
+    Its attention and experts are replaced by versions that keep the same tensors as the real ones do.
     """
     model = meta_model(recipe)
     causal_lm(model).config.get_text_config()._experts_implementation = _EXPERTS

@@ -81,8 +81,8 @@ _PASSING = (
 )
 """Keys of a model's config that are not compared.
 
-They record its source and its form, or repeat the section `ttt`. The `layer_types` of a converted model are
-only a note.
+They record its source and its form, or repeat the section `ttt`. The `layer_types` of a converted model
+have no effect.
 """
 
 _FORMER_DEFAULTS = {"data.text_field": "text"}
@@ -95,7 +95,7 @@ WEIGHTS = "model.path.sha256"
 """Key of the fingerprint of LoRA's base, whose weights are missing in the checkpoints."""
 
 Facts = dict[str, Any]
-"""Plain values of a recipe, flat by `section.key`, with the content that its names refer to."""
+"""Plain values of a recipe by `section.key`, with hashes of the files and models that it names."""
 
 
 def facts_of(recipe: Recipe, model: PreTrainedModel) -> Facts:
@@ -131,7 +131,7 @@ def changes(old: Facts, new: Facts, where: str) -> list[dict[str, Any]]:
     If `new` lacks the hash of the documents, or `old` that of the weights, it is not compared.
 
     Args:
-        old: facts of the start before.
+        old: facts of the previous start.
         new: facts of this start.
         where: the checkpoint that was made with `old`, for the error.
 

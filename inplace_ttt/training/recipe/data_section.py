@@ -146,7 +146,7 @@ class Data:
             require(
                 least <= self.sequence_length,
                 "repeated_passages",
-                f"takes {least} tokens, sequence_length is {self.sequence_length}",
+                f"takes {least} tokens, but sequence_length is {self.sequence_length}",
             )
         require(
             bool(self.train) or self.recall is not None,

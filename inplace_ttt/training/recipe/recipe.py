@@ -81,7 +81,7 @@ class Recipe:
         require(
             self.data.sequence_length % shared == 0,
             "data",
-            f"sequence_length {self.data.sequence_length} does not divide by {shared} ranks",
+            f"sequence_length {self.data.sequence_length} is not divisible by {shared} ranks",
         )
         require(
             self.monitor.save_steps * self.training.gradient_accumulation_steps % shared == 0,
@@ -108,7 +108,7 @@ class Recipe:
         require(
             not universal or stage in (1, 2),
             "deepspeed",
-            "checkpoint.load_universal is exact under ZeRO 1 and 2 alone; continue with the number of "
+            "checkpoint.load_universal is exact only under ZeRO 1 and 2; continue with the number of "
             "processes that the run had",
         )
         if not isinstance(self.deepspeed, int):

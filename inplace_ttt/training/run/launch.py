@@ -86,7 +86,7 @@ def _started(recipe: Recipe, arguments: Sequence[str], environment: Mapping[str,
 def one_node(processes: int, port: int) -> Iterator[dict[str, str]]:
     """Yields the environment variables of each process on this machine.
 
-    They hold its rank and the process to end with.
+    They hold its rank, and the id of the process with which it ends.
 
     Args:
         processes: number of processes.
@@ -98,7 +98,7 @@ def one_node(processes: int, port: int) -> Iterator[dict[str, str]]:
     devices = torch.cuda.device_count() if torch.cuda.is_available() else processes
     if processes > devices:
         raise InPlaceTTTError(
-            f"the recipe is for {processes} devices and this machine has {devices}; set "
+            f"the recipe is for {processes} devices, but this machine has {devices}; set "
             "parallel.nproc_per_node."
         )
     common = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"), str(processes))
@@ -245,8 +245,8 @@ def _warn_of_locked_builds() -> None:
     builds = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
     for lock in builds.glob("**/lock"):
         logger.warning(
-            "%s is the lock of a build; if nothing else compiles now, delete it, or this run waits for it "
-            "without end.",
+            "%s is the lock of a build; if nothing else compiles now, delete it, because this run would wait "
+            "for it without end.",
             lock,
         )
 

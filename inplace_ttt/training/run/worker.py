@@ -74,14 +74,14 @@ def meet(recipe: Recipe) -> Meeting:
     world = int(os.environ["WORLD_SIZE"])
     if world != recipe.parallel.world:
         raise InPlaceTTTError(
-            f"the recipe is for {recipe.parallel.world} processes and {world} run; set "
+            f"the recipe is for {recipe.parallel.world} processes, but {world} run; set "
             "parallel.nproc_per_node, or --num-processes."
         )
     return Meeting.by_environment()
 
 
 def run(recipe: Recipe, meeting: Meeting, *, resume: bool = True, audit: bool = True) -> dict[str, Any]:
-    """Trains by the recipe in this process, one of those that meet.
+    """Trains by the recipe in this process, together with the other processes of `meeting`.
 
     A signal of `stopping.SIGNALS` during training saves a checkpoint and ends the process (SystemExit with
     `STOPPED`).
@@ -116,7 +116,7 @@ def _train(ready: Prepared, recipe: Recipe) -> dict[str, Any]:
     with trainer.stopping.noted():
         result = trainer.train(resume_from_checkpoint=str(start.checkpoint) if start.checkpoint else None)
     state = trainer.state
-    # `asked` alone: the signal came after the ranks' last agreement, when all steps are made and saved
+    # only `asked` is set if the signal came after the ranks' last agreement; all steps are then saved
     if trainer.stopping.stopped or trainer.stopping.asked:
         logger.warning(
             "stopped after step %d of %d, as asked; the same command goes on from there",
@@ -175,7 +175,7 @@ def prepare(recipe: Recipe, meeting: Meeting, start: Start, resume: bool, audit:
     Args:
         recipe: the run's recipe.
         meeting: the run's processes.
-        start: as all processes have agreed.
+        start: the start that all processes have agreed on.
         resume: the run may resume.
         audit: audit the run if it is new or changed.
 
@@ -295,7 +295,7 @@ def callbacks(speed: Speed, model: Any, rows: Any, warnings: list[str], main: bo
     """Returns the callbacks of the run.
 
     Args:
-        speed: of the run.
+        speed: the run's speed.
         model: the model to train.
         rows: source of the documents that are diagnosed and compared.
         warnings: list that warnings are appended to.
