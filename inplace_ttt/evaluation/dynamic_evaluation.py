@@ -45,7 +45,7 @@ def dynamic_evaluation(
 
     Returns:
         For each rate a JSON object: `rate`; `loss` in nats per token; `difference`, its loss minus that of
-        the weights unchanged; `document_gain`, its loss minus that under another document's weights (None for
+        the unchanged weights; `document_gain`, its loss minus that under another document's weights (None for
         a single document); `on_minus_dynamic`, the model's own loss minus this one. The last three are means
         over documents with standard errors.
     """

@@ -82,9 +82,7 @@ def test_lora_beside_conv_and_p(settings: dict[str, Any]) -> None:
         "max_steps": 3,
     }
     done = axolotl(settings, **lora)
-    assert (
-        done.returncode != 0 and "conv and P are frozen, so nothing would learn to write" in done.stderr
-    )
+    assert done.returncode != 0 and "conv and P are frozen, so nothing would learn to write" in done.stderr
     done = axolotl(settings, **lora, lora_modules_to_save=["ttt"])
     assert done.returncode == 0, done.stderr[-2000:]
     assert all(layer["gradients"]["conv"] > 0 for layer in lines()[-1]["layers"])

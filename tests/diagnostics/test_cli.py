@@ -211,7 +211,7 @@ def test_bad_input_is_one_line(
         ),
         (
             [model, "--text", text, "--out", out, "--tokens", "9"],
-            "gives 9 tokens (--tokens 9), at most one chunk of 16",
+            "has 9 tokens (--tokens 9), so with chunks of 16 no prediction",
         ),
         ([model, "--text", tmp_path / "latin", "--out", out], "give a UTF-8 text file"),
         ([model, "--text", tmp_path / "nowhere", "--out", out], "does not exist"),

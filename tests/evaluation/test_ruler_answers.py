@@ -432,5 +432,5 @@ def test_a_length_that_cannot_be_is_refused_before_anything_runs(
         str(tmp_path),
     ]
     assert cli.main(["ruler", "ttt", *arguments]) == 2
-    assert "and must fit 64; raise --lengths or leave it out" in capsys.readouterr().err
+    assert "but must fit 64; raise --lengths or leave it out" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

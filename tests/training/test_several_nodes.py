@@ -70,7 +70,9 @@ def test_each_node_keeps_what_its_processes_need(recipe: Path, tmp_path: Path) -
     shutil.rmtree(nodes[0] / "out" / "final")
     log = finish(start(recipe, nodes[::-1]), code=2)
     (line,) = (line for line in log.splitlines() if line.startswith("inplace-ttt train: "))
-    assert "checkpoint-8 is not complete, nor is any other" in line and "give each node the rank it had" in line
+    assert (
+        "checkpoint-8 is not complete, nor is any other" in line and "give each node the rank it had" in line
+    )
     shutil.rmtree(nodes[1] / "out" / "checkpoint-8")
 
     log = finish(start(recipe, nodes))
