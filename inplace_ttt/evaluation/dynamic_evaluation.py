@@ -1,7 +1,7 @@
 """Dynamic evaluation, the rival without fast weights: gradient descent on the weights themselves.
 
-The same down-projections as those of the model's TTT layers take one step of plain gradient descent per
-chunk, on the mean loss of the chunk's predicted tokens. A chunk is scored before its own step. Each document
+The down-projections of the model's TTT layers take one step of plain gradient descent per chunk, on the mean
+loss of the chunk's predicted tokens. A chunk is scored before its own step. Each document
 begins with the base's weights. None of the package's code for fast weights is used: a hook per layer adds
 the change of its weight, which is a separate float32 tensor.
 """

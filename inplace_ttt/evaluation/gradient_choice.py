@@ -1,4 +1,4 @@
-"""Chooses layers and η for `target: gradient`: tries several untrained ones, and takes the best harmless one.
+"""Chooses layers and η for `target: gradient`: it tries several, and takes the best harmless one.
 
 Each text holds a passage twice, the second time beyond the attention window. A choice does harm if it raises
 the loss of any text between the two copies. `choose` takes the harmless choice that lowers the loss of the
@@ -142,7 +142,7 @@ def table(best: Tried, tried: Sequence[Tried]) -> list[str]:
         lines.append(f"  {','.join(map(str, one.layers)):26}{one.eta:9g}{losses}{note}")
     if best.harms:
         lines.append(
-            "  every choice makes a text harder; the one that costs least is taken. Measure it with "
+            "  every choice makes a text harder; the one that does so least is taken. Measure it with "
             "`inplace-ttt evaluate`."
         )
     return lines

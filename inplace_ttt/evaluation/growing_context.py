@@ -89,5 +89,5 @@ def require_contexts(documents: Sequence[Tensor], contexts: Sequence[int], block
     if short := [len(d) for d in documents if len(d) < longest + block]:
         raise InPlaceTTTError(
             f"a context of {longest} tokens and a block of {block} need {longest + block}, but a document "
-            f"has {min(short)}; give longer documents, or a shorter context."
+            f"has only {min(short)}; give longer documents, or a shorter context."
         )

@@ -48,7 +48,7 @@ def new_folder(
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InPlaceTTTError(
-            f"cannot write beside {path}: {error.strerror}; choose a place you may write to."
+            f"cannot write next to {path}: {error.strerror}; choose a place you may write to."
         ) from None
     with output_lock(path), disk_errors(path):
         _restore(target)
@@ -75,7 +75,7 @@ def new_file(path: str | os.PathLike[str], *, ours: bool, wait: bool = False) ->
     """
     target = Path(os.path.realpath(path))
     refuse_file(path, ours)
-    # a folder, because writers may leave temporary files beside their output
+    # a folder, because writers may leave temporary files next to their output
     with output_lock(path, wait=wait), disk_errors(path), _partial(target) as folder:
         partial = folder / target.name
         yield partial
@@ -124,7 +124,7 @@ def disk_errors(path: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextmanager
 def _partial(target: Path) -> Iterator[Path]:
-    """Yields an empty folder beside `target`, marked as ours, and removes it afterwards.
+    """Yields an empty folder next to `target`, marked as ours, and removes it afterwards.
 
     The leftover of a killed run is removed first.
     """

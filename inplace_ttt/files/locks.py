@@ -33,7 +33,7 @@ def output_lock(path: str | os.PathLike[str], *, wait: bool = False) -> Iterator
         handle = _locked(file, wait)
     except OSError as error:
         raise InPlaceTTTError(
-            f"cannot write beside {path}: {error.strerror}; choose a place you may write to."
+            f"cannot write next to {path}: {error.strerror}; choose a place you may write to."
         ) from None
     if handle is None:
         raise InPlaceTTTError(

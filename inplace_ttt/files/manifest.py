@@ -230,8 +230,8 @@ def refuse_changed_link(file: Path, known: list[int] | None) -> None:
     """
     if known is not None and file.stat().st_nlink > 1 and file_state(file) != known:
         raise InPlaceTTTError(
-            f"{file} was changed after it was linked here: the file that it shares with another folder was "
-            "written over; convert again."
+            f"{file} was changed after it was linked here: another folder shares the file, and it was "
+            "overwritten; convert again."
         )
 
 

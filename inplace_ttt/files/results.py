@@ -31,7 +31,7 @@ class Results:
 
         Args:
             name: name of the result.
-            same: values that the stored result must hold.
+            same: values that the stored result must contain.
 
         Raises:
             InPlaceTTTError: if a value of `same`, or of a table in it, differs from the stored one, or is

@@ -79,8 +79,8 @@ class _Reader:
         self._nodes += 1
         if self._nodes > _MOST_NODES or len(keys) > 50:
             raise InPlaceTTTError(
-                f"{self.name} holds more than {_MOST_NODES:,} values or nests them too deep; write its "
-                "aliases out."
+                f"{self.name} holds more than {_MOST_NODES:,} values or nests them too deep; replace its "
+                "aliases by their values."
             )
         if isinstance(node, yaml.MappingNode):
             table: dict[str, Any] = {}

@@ -2,7 +2,7 @@
 
 vLLM allocates to every request a block of each kind of cache. It frees the block when the request ends, is
 preempted or aborted. Here, block n stands for slot n of the layers' own tensors (`slots.py`), which hold the
-states. So the block takes no memory of the cache, and blocks keep the size that attention needs. The pool has
+states. So the block uses no memory of the cache, and blocks keep the size that attention needs. The pool has
 one block per slot. A request waits until a slot is free.
 """
 

@@ -246,7 +246,7 @@ class Asked:
         if freeze and memory is None:
             raise Refused("freeze does nothing without a memory; leave it out, or name one.", 400)
         if memory is not None and ttt == "off":
-            raise Refused("with ttt off no memory is read; leave one of the two out.", 400)
+            raise Refused("with ttt off no memory is read; leave out ttt or memory.", 400)
         if values.get("use_beam_search") and (memory is not None or ttt == "off"):
             raise Refused("beam search supports neither memory nor ttt; leave use_beam_search out.", 400)
         if memory is not None and not freeze:

@@ -2,9 +2,9 @@
 
 The filler is longer than the model's attention window, so that only a fast weight can carry the pairs across
 it. A row is one document: `pairs` times (key, value), filler, `pairs` times (key, value) in another order.
-Ids 0 to vocabulary/4 are filler, up to vocabulary/2 keys, the rest values. The keys of a row are different;
-values may repeat. Labels are -100 except at the values of the second half. They are not shifted, because
-transformers shifts them.
+Ids below vocabulary/4 are filler, those below vocabulary/2 are keys, and the rest are values. The keys of a
+row are different; values may repeat. Labels are -100 except at the values of the second half. They are not
+shifted, because transformers shifts them.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ HUB_NAME = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<config>[^@:]+))?(@(?P<
 
 
 _MOST_ENTRIES = 200_000
-"""Most files that are searched in a folder. A folder with more is rather a whole disk."""
+"""Most files that are searched in a folder. A folder with more is probably a whole disk."""
 
 
 @dataclass(frozen=True)

@@ -270,8 +270,8 @@ def _override(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedConfig:
         _refuse(
             recipe,
             "model.overrides.sliding_window",
-            "no layer would use it; set use_sliding_window: true and max_window_layers: 0 as well, or "
-            "layer_types",
+            "no layer would use the window; set use_sliding_window: true and max_window_layers: 0 as well, "
+            "or layer_types",
         )
     return changed
 

@@ -261,7 +261,7 @@ def test_what_may_not_change_is_refused(setting: str, said: str, unbroken: Path,
     (line,) = (line for line in log.splitlines() if line.startswith("inplace-ttt train: "))
     assert (
         f"checkpoint-32 was trained with {said}" in line
-        and "that cannot change within a run; put it back" in line
+        and "which cannot change within a run; put it back" in line
     )
     assert sorted(output.rglob("*")) == before
 

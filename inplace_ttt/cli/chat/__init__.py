@@ -1,6 +1,6 @@
 """Runs `inplace-ttt chat MODEL`.
 
-`turns` renders the text of each turn. `conversation` continues a session with it. `commands` is the loop over
+`turns` renders the text of each turn. `conversation` passes it to a session. `commands` runs the loop over
 the lines, and `terminal` reads and prints them.
 """
 

@@ -20,7 +20,7 @@ from .terminal import Stop
 from .turns import Place, Turns
 
 _READ_AT_ONCE = 1024
-"""Tokens of a file between two checks for Ctrl-C. `Session.read` reads as many in one call of the model."""
+"""Tokens of a file between two checks for Ctrl-C. `Session.read` passes this many to the model at once."""
 
 
 class HalfwayError(InPlaceTTTError):
@@ -164,7 +164,7 @@ class Conversation:
         self._replace(Session(self.model))
 
     def drop(self) -> None:
-        """Keeps the fast weights alone. The next turn begins a new conversation."""
+        """Keeps only the fast weights. The next turn begins a new conversation."""
         self._replace(self.session.drop_kv_cache())
 
     def _replace(self, session: Session) -> None:

@@ -192,7 +192,7 @@ def _fit(
 ) -> tuple[int, Draft, list[int]]:
     """Returns the size whose prompt fills `room` tokens best without exceeding it.
 
-    It takes secant steps inside a shrinking bracket.
+    The search takes secant steps inside a shrinking bracket.
     """
     first = puzzle.draft(puzzle.least)
     best = puzzle.least, first, prompter.ids(first)

@@ -117,7 +117,8 @@ def _listed(category: str) -> list[str]:
         from wonderwords import RandomWord
     except ImportError:
         raise InPlaceTTTError(
-            f"RULER's words come from the package wonderwords; {how_to_install('eval')}."
+            "RULER's words come from the package wonderwords, which is not installed; "
+            f"{how_to_install('eval')}."
         ) from None
     return sorted(set(RandomWord().filter(include_categories=[category])))
 

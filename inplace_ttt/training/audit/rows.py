@@ -99,7 +99,9 @@ def read_rows(recipe: Recipe, data: TrainingData) -> Outcome:
         "different in a batch": unlike,
     }
     if unlike:
-        return judged(False, f"a batch of two rows differs from them in {' and '.join(unlike)}", numbers, 0)
+        return judged(
+            False, f"a batch of two rows differs from its rows in {' and '.join(unlike)}", numbers, 0
+        )
     if strange := _in_another_order(recipe, data) or _held_out_otherwise(recipe, data):
         return judged(False, strange, numbers, 0)
     worst = max(off, key=lambda what: off[what])

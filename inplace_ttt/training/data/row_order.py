@@ -43,7 +43,7 @@ def rows_to_come(train: Any, recipe: Recipe, steps_done: int = 0, checkpoint: Pa
         return train.from_row(_position(kept) if kept is not None and kept.exists() else read, ahead)
     if not len(train):
         raise InPlaceTTTError(
-            "the data gives no row to train on; give longer documents or a smaller data.sequence_length."
+            "the data yields no row to train on; give longer documents or a smaller data.sequence_length."
         )
     epochs = range(-(-steps // len(train)))
     if recipe.data.shuffle:

@@ -47,7 +47,7 @@ class Place:
     """A position in a source.
 
     Attributes:
-        passes: how many times the source was read to its end.
+        passes: number of times that the source was read to its end.
         documents: documents read in the current pass.
         tokens: tokens read in all passes.
         state: state of the stream in `datasets`.

@@ -28,7 +28,7 @@ def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
 def with_document_lengths(batch: dict[str, Any]) -> dict[str, Any]:
     """Returns a batch of packed rows [B, T] as one row [1, B·T] with the documents' lengths.
 
-    Flash attention takes these lengths. Without them, transformers searches every layer's positions for
+    Flash attention needs these lengths. Without them, transformers searches every layer's positions for
     documents, and waits for the device each time. In a batch of several rows it does not search, so documents
     would see each other. A document's first label is ignored, so the last token of a row never predicts the
     next row's first.

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 REPORT, FINAL, LOG, SAVING = "train_report.json", "final", "log.jsonl", ".saving"
 _COMPLETE, _GIVEN_UP, _SHOWN, _MARK = "complete", ".from-scratch", ".process-", ".inplace-ttt-run"
 _NAMES = (REPORT, LOG, "audit.html", "audit.json", "audit.md", "diagnose", "tensorboard")
-"""Other files and folders of a run's output, beside checkpoints and `final`."""
+"""Other files and folders of a run's output, besides checkpoints and `final`."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def held(recipe: Recipe, resume: bool) -> Iterator[None]:
         resume: the run may resume, so its checkpoints may stay.
 
     Raises:
-        InPlaceTTTError: if another run holds the output, or this run would replace files that no run wrote.
+        InPlaceTTTError: if another run holds the lock, or this run would replace files that no run wrote.
     """
     output = Path(recipe.output)
     if not (resume and finished(recipe)):
@@ -320,7 +320,7 @@ def fault(folder: Path, readers: Sequence[int] = ()) -> str | None:
             return f"{name} has {here[name]:,} bytes instead of {size:,}"
     if saved.ranks and not set(readers) <= set(saved.ranks):
         return (
-            f"processes {saved.ranks} saved it and {list(readers)} would read it: give each "
+            f"processes {saved.ranks} saved it, but {list(readers)} would read it: give each "
             "node the rank it had"
         )
     return None

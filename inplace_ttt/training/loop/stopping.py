@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 LAUNCHER = "INPLACE_TTT_LAUNCHER"
 """Environment variable: the process id of `inplace-ttt train`.
 
-That process holds the output and ends with its children.
+That process has locked the output, and ends together with its children.
 """
 REFUSAL = "INPLACE_TTT_REFUSAL"
 """Environment variable: a file of `inplace-ttt train`.

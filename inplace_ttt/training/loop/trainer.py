@@ -357,7 +357,7 @@ class FastWeightTrainer(Trainer):
             config.use_cache = True
         if self.args.should_save:
             shutil.rmtree(staging, ignore_errors=True)
-        with saving(final, "free some space, and run again to go on from the last checkpoint"):
+        with saving(final, "free some space, and run again to continue from the last checkpoint"):
             self.save_model(str(staging))
         if self.args.should_save:
             (staging / "training_args.bin").unlink(missing_ok=True)

@@ -138,7 +138,7 @@ def attention_flops(recipe: Recipe, text: PreTrainedConfig, passes: int) -> int:
 def fast_weight_flops(recipe: Recipe, model: nn.Module, again: int) -> int:
     """Returns the operations that TTT adds to the products of one device's micro-step.
 
-    These are the products of keys, writes, reads (beside W0) and P, forward and backward.
+    These are the products of keys, writes, reads of the state and P, forward and backward.
 
     Args:
         recipe: the run's recipe.

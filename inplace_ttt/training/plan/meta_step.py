@@ -85,7 +85,7 @@ def _on_meta(recipe: Recipe) -> PreTrainedModel:
 def _inputs(recipe: Recipe) -> tuple[Tensor, Tensor]:
     """Returns the token ids [B, T] and mask of one device's micro-batch.
 
-    With packed rows sdpa keeps a mask of the whole row, also if ranks share it. Flash attention takes none.
+    With packed rows sdpa keeps a mask of the whole row, even if ranks share it. Flash attention needs none.
     """
     length = recipe.data.sequence_length // recipe.parallel.sequence_parallel_size
     ids = torch.zeros(recipe.training.batch_size, length, dtype=torch.long)

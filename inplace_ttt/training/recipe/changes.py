@@ -24,8 +24,8 @@ NO_EFFECT = (
     "deepspeed.checkpoint*",  # concerns reading and writing of checkpoints alone
     "data.processes",
     "data.cache",
-    "data.validation",  # if it removes a training document, DOCUMENTS changes
-    "monitor.*",  # it takes effect, but not on the weights
+    "data.validation",  # a document that it removes from training changes DOCUMENTS
+    "monitor.*",  # these take effect, but not on the weights
     "audit.*",
 )
 """Settings that leave the trained weights unchanged."""
@@ -146,7 +146,7 @@ def changes(old: Facts, new: Facts, where: str) -> list[dict[str, Any]]:
     may = (*TAKES_EFFECT, *_RESHARDED) if resharded else TAKES_EFFECT
     if fixed := [change for change in different if not _matches(change["setting"], may)]:
         raise InPlaceTTTError(
-            f"{where} was trained with {_said(fixed)}: that cannot change within a run; put it back, name "
+            f"{where} was trained with {_said(fixed)}, which cannot change within a run; put it back, name "
             "another output, or start anew "
             "with --from-scratch."
         )

@@ -139,7 +139,7 @@ class Data:
         require(
             rows <= 1,
             "synthetic_facts",
-            f"and repeated_passages are {rows:g} of the rows together, which must be at most 1",
+            f"its fraction and that of repeated_passages add up to {rows:g}, which must be at most 1",
         )
         if self.repeated_passages is not None:
             least = 2 * self.repeated_passages.length + self.repeated_passages.gap

@@ -71,7 +71,7 @@ class Recipe:
             require(
                 self.training.trainable == "lora",
                 "model",
-                "load_in holds the base's weights frozen and packed: set trainable: lora",
+                "load_in keeps the base's weights frozen and packed: set trainable: lora",
             )
             require(
                 stage <= 2,

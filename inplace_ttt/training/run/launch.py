@@ -245,8 +245,8 @@ def _warn_of_locked_builds() -> None:
     builds = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
     for lock in builds.glob("**/lock"):
         logger.warning(
-            "%s is the lock of a build; if nothing else compiles now, delete it, because this run would wait "
-            "for it without end.",
+            "%s is the lock of a build; delete it if nothing else compiles now, or this run will wait for it "
+            "without end.",
             lock,
         )
 

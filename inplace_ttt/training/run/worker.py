@@ -67,8 +67,8 @@ def meet(recipe: Recipe) -> Meeting:
     if "RANK" not in os.environ:
         slurm = "; srun alone does not set RANK: let it start inplace-ttt train, once per node"
         raise InPlaceTTTError(
-            "this is one process of a run; start them with `inplace-ttt train`, torchrun, or DeepSpeed's "
-            "launcher"
+            "this is one process of a run; start all of them with `inplace-ttt train`, torchrun, or "
+            "DeepSpeed's launcher"
             f"{slurm * ('SLURM_PROCID' in os.environ)} (docs/launch.md)."
         )
     world = int(os.environ["WORLD_SIZE"])
@@ -100,7 +100,7 @@ def run(recipe: Recipe, meeting: Meeting, *, resume: bool = True, audit: bool = 
         NotSoError: if the audit or a guard stops the run.
     """
     output = Path(recipe.output)
-    holds = meeting.rank == 0 and LAUNCHER not in os.environ  # otherwise our launcher holds it
+    holds = meeting.rank == 0 and LAUNCHER not in os.environ  # otherwise our launcher has locked it
     with held(recipe, resume) if holds else nullcontext():
         check_packages(recipe)
         start = agree(recipe, meeting, resume)
