@@ -146,7 +146,7 @@ def add_texts(
     """Adds an option for texts, and `--text-field` for texts in records (see `texts.documents`).
 
     Args:
-        parser: of the verb.
+        parser: the verb's parser.
         option: such as "--text".
         help: beginning of the option's help.
         several: allow more than one text.

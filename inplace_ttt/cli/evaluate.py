@@ -205,7 +205,7 @@ def _shares(kind: dict[str, Any]) -> str:
 
 
 def _verdict(result: dict[str, Any]) -> str:
-    """Returns one sentence: the effect of writing on the loss, and the part due to the own text."""
+    """Returns one sentence: the effect of writing on the loss, and the part due to the document itself."""
     effect, own = result["difference"], result["document_gain"]
     whole = {
         -1: f"Writing lowers the loss by {-effect['mean']:.4f} nats per token",

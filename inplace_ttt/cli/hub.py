@@ -29,7 +29,7 @@ def push(folder: Path, repository: str | None) -> str | None:
     """Uploads a folder as the newest commit of a repository, which is created if it does not exist.
 
     Args:
-        folder: to upload.
+        folder: the folder to upload.
         repository: NAME or OWNER/NAME; None to skip the upload.
 
     Returns:

@@ -32,7 +32,7 @@ def note_on_positions(model: PreTrainedModel, tokens: int, remedy: str) -> str |
     """Returns a warning if a text is longer than the model's config allows for, else None.
 
     Args:
-        model: to read the text.
+        model: the model that reads the text.
         tokens: number of tokens of the text.
         remedy: end of the error message.
 
@@ -61,9 +61,9 @@ def refuse_other_tokenizer(
 
     Args:
         other: the base's tokenizer.
-        tokenizer: of the converted model.
+        tokenizer: the converted model's tokenizer.
         base: its name, for the message.
-        text: to compare on.
+        text: a text to encode with both.
     """
     if other(text, verbose=False).input_ids != tokenizer(text, verbose=False).input_ids:
         raise InPlaceTTTError(

@@ -72,7 +72,7 @@ class InPlaceTTTPlugin(BasePlugin):
             trainer: the trainer, before it trains.
 
         Raises:
-            InPlaceTTTError: as `InPlaceTTTCallback.attach`.
+            InPlaceTTTError: if `InPlaceTTTCallback.attach` raises it.
         """
         _settings(cfg).training.attach(trainer)
 

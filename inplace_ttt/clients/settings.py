@@ -33,7 +33,7 @@ def settings_of(values: Mapping[str, Any] | None) -> ClientSettings:
     """Returns the section `inplace_ttt` of a client's YAML.
 
     Raises:
-        InPlaceTTTError: with the path of the invalid key.
+        InPlaceTTTError: if a key or value is invalid; the message has the key's path.
     """
     return from_values(ClientSettings, values or {}, "inplace_ttt")
 

@@ -33,9 +33,9 @@ class DocumentLosses:
     means are means of differences.
 
     Attributes:
-        on: with writes.
-        off: without writes.
-        mismatched: with cross-document state; ends where the other document does.
+        on: losses with writes.
+        off: losses without writes.
+        mismatched: losses with another document's state; they end where that document ends.
         base: losses of the base model.
     """
 

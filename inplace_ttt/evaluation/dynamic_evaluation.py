@@ -75,7 +75,7 @@ def _compared(
     rate: float, known: Comparison, own: dict[int, Tensor], mismatched: dict[int, Tensor]
 ) -> dict[str, Any]:
     def beside(reading: str, losses: Sequence[Tensor]) -> Comparison:
-        """Returns the losses as "on", and as "off" the known ones of a reading."""
+        """Returns a comparison: the losses as "on", and the known losses of a reading as "off"."""
         return Comparison(
             [
                 DocumentLosses(one, getattr(known.documents[place], reading), mismatched.get(place))

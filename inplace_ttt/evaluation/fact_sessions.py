@@ -53,7 +53,7 @@ class Answer:
 
 @dataclass
 class Reader:
-    """A batch of documents in one cache, read in one of the ways.
+    """A batch of documents in one cache, read in one way (its `name`).
 
     Attributes:
         name: the reading: "on", "off", "bm25" or "full".

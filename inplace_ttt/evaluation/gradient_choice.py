@@ -1,8 +1,8 @@
-"""Chooses layers and η for `target: gradient`: it tries several, and takes the best harmless one.
+"""Chooses layers and η for `target: gradient`: tries several choices, and takes the best harmless one.
 
-Each text holds a passage twice, the second time beyond the attention window. A choice does harm if it raises
-the loss of any text between the two copies. `choose` takes the harmless choice that lowers the loss of the
-second copy most.
+Nothing is trained. Each text holds a passage twice, the second time beyond the attention window. A choice
+does harm if it raises the loss of any text between the two copies. `choose` takes the harmless choice that
+lowers the loss of the second copy most.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def growing_context(
         standard error.
 
     Raises:
-        InPlaceTTTError: as `require_contexts`.
+        InPlaceTTTError: if `require_contexts` raises it.
     """
     require_contexts(documents, contexts, block)
     longest = max(contexts)

@@ -49,7 +49,7 @@ def repeated_passage(
         documents; `repeated_passage_off` and `between_off`, the losses without writes.
 
     Raises:
-        InPlaceTTTError: as `require_room`.
+        InPlaceTTTError: if `require_room` raises it.
     """
     passage = passage or Passage()
     require_room(documents, passage)

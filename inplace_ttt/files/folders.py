@@ -108,7 +108,7 @@ def require_writable(folder: Path, remedy: str) -> None:
 
 @contextmanager
 def disk_errors(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turns errors of the disk while `path` is written into one sentence each."""
+    """Raises InPlaceTTTError, with one sentence, for errors of the disk while `path` is written."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -155,7 +155,7 @@ def remove_leftover(folder: Path) -> None:
 
 
 def _discard(folder: Path) -> None:
-    """Removes a folder of ours, its manifest last, so that a killed removal leaves it marked as ours."""
+    """Removes a folder of ours. Its manifest goes last, so a killed removal leaves it marked as ours."""
     for entry in list(folder.iterdir()):
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)

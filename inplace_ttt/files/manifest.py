@@ -225,7 +225,7 @@ def refuse_changed_link(file: Path, known: list[int] | None) -> None:
     """Raises InPlaceTTTError for a hard link that was written through since it was made.
 
     Args:
-        file: to check.
+        file: the file to check.
         known: its `file_state` when it was linked; None if not recorded.
     """
     if known is not None and file.stat().st_nlink > 1 and file_state(file) != known:

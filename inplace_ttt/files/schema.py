@@ -69,7 +69,7 @@ def from_values(cls: type[T], values: Any, where: str) -> T:
         where: name of the file, for the message.
 
     Raises:
-        InPlaceTTTError: with the path of the invalid key.
+        InPlaceTTTError: if a key or value is invalid; the message has the key's path.
     """
 
     def refuse(keys: Keys, message: str) -> InPlaceTTTError:

@@ -27,7 +27,7 @@ def read_settings(cls: type[T], file: Path, overrides: Sequence[str] = (), **int
         internal: values of the fields that are marked internal.
 
     Raises:
-        InPlaceTTTError: with the line and key of the problem.
+        InPlaceTTTError: if the file or a setting is invalid; the message has line and key.
     """
     import yaml
 

@@ -56,7 +56,7 @@ def refuse_beyond(ids: list[int], tokenizer: Any, source: str) -> list[int]:
     Args:
         ids: token ids.
         tokenizer: checked by `require_known_ids`, which records the number of embeddings.
-        source: for the message.
+        source: the text's name, for the message.
     """
     known = getattr(tokenizer, KNOWN_IDS, None)
     if known is not None and ids and (largest := max(ids)) >= known:
@@ -104,9 +104,9 @@ def require_known_ids(tokenizer: Any, model: Any, source: str) -> None:
     Special tokens may lie beyond the embeddings; `refuse_beyond` then raises if a text holds one.
 
     Args:
-        tokenizer: to check.
-        model: to check it against.
-        source: for the message.
+        tokenizer: the tokenizer to check.
+        model: the model to check it against.
+        source: the tokenizer's name, for the message.
     """
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     numbers = set(tokenizer.get_vocab().values())

@@ -335,7 +335,7 @@ class Memories:
         await self._let_go(before)
 
     async def _let_go(self, snapshot: str | None) -> None:
-        """Counts one use of a snapshot less, and drops the snapshot after its last use."""
+        """Decrements a snapshot's count of uses, and drops the snapshot at zero."""
         if snapshot is None:
             return
         self._uses[snapshot] -= 1

@@ -4,9 +4,9 @@ A record is about a place with a name of random syllables. Five sentences state 
 place of birth, the number of its vault, and its captain twice. The later captain is the right one. Keepers
 and captains have common first names; all are different within a document.
 
-The questions use a sentence's own words, other words, the reverse direction (from the answer to its subject),
-two sentences, and the changed captain. One further question per record asks about a place that the document
-does not mention.
+A question repeats a sentence's words, paraphrases it, reverses it (from the answer to its subject), combines
+two sentences, or asks for the changed captain. One further question per record asks about a place that the
+document does not mention.
 """
 
 from __future__ import annotations

@@ -68,10 +68,10 @@ def documents_in(
     """Returns the documents of files, folders, patterns and datasets.
 
     A text file is one document. A record of JSON lines, JSON, parquet, Arrow or a dataset is one document:
-    its field `text`, its chat in `messages`, or the field that is given. A note on stderr counts the records.
+    its field `text`, its chat in `messages`, or its field `text_field`. A note on stderr counts the records.
 
     Args:
-        names: as the user gave them.
+        names: the names that the user gave.
         option: the option that the names were given to, for errors.
         text_field: the field of a record that holds its text.
 

@@ -73,7 +73,7 @@ def attention_heads(config: PreTrainedConfig) -> tuple[int, int]:
 
 
 def sdpa_sees_documents() -> None:
-    """Replaces transformers' "sdpa" attention by one that makes a missing mask from position_ids."""
+    """Replaces transformers' "sdpa" attention by a version that makes a missing mask from position_ids."""
 
     def forward(
         module: nn.Module,

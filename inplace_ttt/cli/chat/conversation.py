@@ -35,7 +35,7 @@ class Conversation:
         turns: renders the texts of the turns.
         source: the model's path or hub id, for messages.
         max_new_tokens: most tokens of an answer.
-        temperature: of sampling; 0 takes the most likely token.
+        temperature: sampling temperature; 0 takes the most likely token.
 
     Attributes:
         session: the session, which may be replaced.

@@ -46,7 +46,7 @@ class Turns:
     Earlier turns are never rendered again. Placeholders replace them, so answers stay as they were generated.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         system: instructions at the start, or None.
         source: the model's path or hub id, for messages.
 

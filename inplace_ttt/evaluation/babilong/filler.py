@@ -17,7 +17,7 @@ _NAMES = {name.lower() for name in (*PEOPLE, *ROOMS, *THINGS)}
 _LONGEST = 200
 """Largest number of words of a sentence.
 
-A longer one is a table or a text without full stops, and would keep facts together.
+A longer sentence is a table or a text without full stops, and would keep facts next to each other.
 """
 
 

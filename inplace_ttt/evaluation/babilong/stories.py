@@ -147,4 +147,7 @@ KINDS = {
     "qa4": Kind("Rooms lie north, south, east or west of each other.", 2, 2, _what_lies_where),
     "qa5": Kind("People walk between rooms, take things and give them to each other.", 12, 7, _who_gave_what),
 }
-"""bAbI's tasks by name: one, two and three supporting facts, two and three arguments of a relation."""
+"""bAbI's tasks by name.
+
+qa1 to qa3 need one, two and three supporting facts; relations in qa4 and qa5 have two and three arguments.
+"""

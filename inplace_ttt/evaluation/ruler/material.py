@@ -126,7 +126,7 @@ def _listed(category: str) -> list[str]:
 def read_questions(path: str) -> QuestionBook:
     """Reads questions from a JSON file.
 
-    Three formats are accepted: that of SQuAD, that of HotpotQA, and {"question", "answers", "documents"} as
+    Three formats are accepted: those of SQuAD and HotpotQA, and {"question", "answers", "documents"} as
     JSON or JSON lines.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Questions among documents: those that hold the answer, and others that hide them."""
+"""Questions about documents. Some documents contain the answer, and the others hide them."""
 
 from __future__ import annotations
 

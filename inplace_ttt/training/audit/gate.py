@@ -62,7 +62,7 @@ def audit_recipe(
 def gate(
     model: nn.Module, recipe: Recipe, *, data: TrainingData | None = None, progress: Progress | None = None
 ) -> Report:
-    """Audits a model in memory and the recipe that trains it, with the deviations that the recipe declares.
+    """Audits a model in memory and the recipe that trains it. The recipe may declare deviations.
 
     It raises no error for an undeclared deviation; the caller decides.
 

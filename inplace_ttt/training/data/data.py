@@ -132,7 +132,7 @@ class _Job:
 
     @functools.cached_property
     def tokenizer_key(self) -> str:
-        """A key that differs between tokenizers that read a text differently."""
+        """A key that differs for tokenizers that encode a text differently."""
         t = self.tokenizer
         backend = getattr(t, "backend_tokenizer", None)
         inner: Any = sorted(t.get_vocab().items())
@@ -235,7 +235,7 @@ def _sources(data: Data, role: str) -> list[Source]:
 
 
 def _order(documents: Dataset, shuffle: bool, seed: int) -> tuple[np.ndarray, int]:
-    """Returns the numbers of the nonempty documents in the order of packing, and the count of empty ones."""
+    """Returns the indices of the nonempty documents in the order of packing, and the count of empty ones."""
     import numpy as np
 
     (filled,) = np.nonzero(np.fromiter(_column(documents, "length"), np.int64))
@@ -244,7 +244,7 @@ def _order(documents: Dataset, shuffle: bool, seed: int) -> tuple[np.ndarray, in
 
 
 def _hold_out(order: np.ndarray, wanted: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the numbers of `wanted` documents, drawn with the seed, and the others in their order."""
+    """Returns the indices of `wanted` documents, drawn with the seed, and the other ones in their order."""
     import numpy as np
 
     if 0 < len(order) <= wanted:

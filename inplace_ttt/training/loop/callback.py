@@ -25,8 +25,8 @@ _OF_GROUPS = ("conv_learning_rate", "proj_learning_rate", "conv_weight_decay", "
 class InPlaceTTTCallback(TrainerCallback):
     """Adds the parts that fast weights need to a `Trainer` of transformers, TRL or Axolotl.
 
-    Add it with `InPlaceTTTCallback(…).attach(trainer)`. Passed as one of `callbacks` without `attach`, it
-    does everything but set rates and decays.
+    Add it with `InPlaceTTTCallback(…).attach(trainer)`. If it is only passed in `callbacks`, it does not
+    set rates and decays, but does everything else.
 
     It warns if rows begin without the tokenizer's BOS. It stops before a step whose loss is not finite. After
     the first step it checks that every target generator learns. It appends logs to `log.jsonl` in the
@@ -46,7 +46,7 @@ class InPlaceTTTCallback(TrainerCallback):
 
     Raises:
         InPlaceTTTError: if a setting is invalid or, when training starts, would be ignored.
-        NotSoError: in training, if a guard stops the run.
+        NotSoError: if a guard stops the run while it trains.
 
     Examples:
         >>> from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments
@@ -127,8 +127,8 @@ class InPlaceTTTCallback(TrainerCallback):
             trainer: its trainer.
 
         Returns:
-            The groups that are not empty. The Trainer's own come first, because the first rate is the logged
-            one. Then come `conv` and `proj`.
+            The groups that are not empty. The Trainer's own come first, because the Trainer logs the
+            first group's rate. Then come `conv` and `proj`.
 
         Raises:
             InPlaceTTTError: if a setting would be ignored, or a layer's target generator is frozen.
@@ -179,7 +179,7 @@ class InPlaceTTTCallback(TrainerCallback):
         self._parts.append(LayerMonitor(self._tap, self.warnings, self.stop_write_ratio, log))
 
     def _check_effect(self, optimizer: Any, steps: int) -> None:
-        """Refuses settings that the optimizer was made without, and a warm-up that outlasts the run."""
+        """Refuses settings that were not used for the optimizer, and a warm-up that outlasts the run."""
         groups = {group.get("name") for group in optimizer.param_groups}
         given = [name for name in _OF_GROUPS if getattr(self, name) is not None]
         if given and not {name.partition("_")[0] for name in given} <= groups:

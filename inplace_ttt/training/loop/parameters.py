@@ -47,8 +47,8 @@ def split_off(model: nn.Module) -> tuple[dict[str, list[nn.Parameter]], dict[str
         model: a converted model.
 
     Returns:
-        The groups `conv` and `proj` (P and a gate of writes), and name -> parameter of the other trained
-        ones.
+        The groups `conv` and `proj` (P and a gate of writes), and the other trained parameters by
+        name.
 
     Raises:
         InPlaceTTTError: if a layer's target generator is frozen.
@@ -76,7 +76,7 @@ def refuse_without_effect(ttt: dict[str, list[nn.Parameter]], **settings: float 
         settings: settings whose names begin with their group's; None if not given.
 
     Raises:
-        InPlaceTTTError: with the setting's name.
+        InPlaceTTTError: if there is such a setting; the message has its name.
     """
     for name, value in settings.items():
         group = name.partition("_")[0]

@@ -118,7 +118,7 @@ def refuse_others(recipe: Recipe, done: int) -> None:
         done: steps of the checkpoint to resume from; later checkpoints are written again.
 
     Raises:
-        InPlaceTTTError: with the path in the way.
+        InPlaceTTTError: if there is such a file; the message has its path.
     """
     output = Path(recipe.output)
     model = recipe.model
@@ -228,7 +228,7 @@ def agree(recipe: Recipe, meeting: Meeting, resume: bool) -> Start:
 
 
 def settle(start: Start, output: Path, from_scratch: bool) -> None:
-    """Removes the parts of an earlier run that do not belong to the start of this one.
+    """Removes the files of an earlier run that this run does not continue from.
 
     Complete checkpoints up to `start.done` stay, and the log's lines up to that step.
 

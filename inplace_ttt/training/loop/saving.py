@@ -50,14 +50,14 @@ class TrialSave(TrainerCallback):
 
 @contextmanager
 def saving(folder: Path, remedy: str) -> Iterator[None]:
-    """Turns errors of a writer, from the disk or from data that it refuses, into one sentence.
+    """Turns a writer's errors into one sentence. They come from the disk, or from data that it refuses.
 
     Args:
         folder: the folder that is saved, for the message.
         remedy: end of the message.
 
     Raises:
-        InPlaceTTTError: for such an error.
+        InPlaceTTTError: if writing fails.
     """
     try:
         yield

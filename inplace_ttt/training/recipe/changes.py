@@ -136,7 +136,7 @@ def changes(old: Facts, new: Facts, where: str) -> list[dict[str, Any]]:
         where: the checkpoint that was made with `old`, for the error.
 
     Raises:
-        InPlaceTTTError: with the settings that differ and cannot change within a run.
+        InPlaceTTTError: if settings differ that cannot change within a run; the message has them.
     """
     old, new = {WEIGHTS: new.get(WEIGHTS), **old}, {DOCUMENTS: old.get(DOCUMENTS), **new}
     # the hash of a stream covers only its start
@@ -173,7 +173,7 @@ def refuse_other_results(old: Mapping[str, Any], recipe: Recipe, where: str) -> 
         where: the run's output, for the error.
 
     Raises:
-        InPlaceTTTError: with the settings that differ.
+        InPlaceTTTError: if settings differ; the message has them.
     """
     before, now = (dict(_flat(json.loads(json.dumps(values)))) for values in (old, recipe.to_dict()))
     length = ("training.steps", "training.tokens")  # the caller compares the number of steps

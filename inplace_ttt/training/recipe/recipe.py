@@ -148,7 +148,7 @@ class Recipe:
         return values
 
     def _of_deepspeed(self) -> dict[str, tuple[str, Any]]:
-        """Returns the DeepSpeed settings that the recipe fills in: its own name for each, and the value."""
+        """Maps each DeepSpeed setting that the recipe fills in to the recipe's name for it and the value."""
         o = self.training
         return {
             "train_micro_batch_size_per_gpu": ("training.batch_size", o.batch_size),
@@ -213,7 +213,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         The recipe, with its defaults.
 
     Raises:
-        InPlaceTTTError: if the file cannot be read, or a key or value is invalid; with its line and key.
+        InPlaceTTTError: if the file cannot be read, or a key or value is invalid; the message has line and key.
 
     Examples:
         >>> import json

@@ -1,6 +1,6 @@
 """Starts a run's processes and ends with them.
 
-On one machine it starts them itself, on several through DeepSpeed's launcher or torchrun.
+On one machine it starts them itself. On several machines it uses DeepSpeed's launcher or torchrun.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _GRACE = 10.0
 
 
 def launch(recipe: Recipe, arguments: Sequence[str]) -> int:
-    """Runs `python -m inplace_ttt.training RECIPE …` in as many processes as the recipe asks for, to the end.
+    """Runs `python -m inplace_ttt.training RECIPE …` in as many processes as the recipe asks for.
 
     The children log to stderr. A signal to stop is passed on to them, and they end with a checkpoint. An
     interruption (Ctrl-C) ends them at once.
@@ -47,7 +47,7 @@ def launch(recipe: Recipe, arguments: Sequence[str]) -> int:
         The exit code of the run.
 
     Raises:
-        InPlaceTTTError: with the reason if the run was refused.
+        InPlaceTTTError: if the run was refused; the message is the reason.
     """
     check_packages(recipe)
     environment = dict(os.environ)

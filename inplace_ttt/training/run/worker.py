@@ -56,13 +56,13 @@ logger = logging.getLogger(__name__)
 
 
 def meet(recipe: Recipe) -> Meeting:
-    """Joins the other processes of the run, by the environment that a launcher sets.
+    """Joins the other processes of the run, through the environment variables that a launcher sets.
 
     Args:
         recipe: the run's recipe.
 
     Raises:
-        InPlaceTTTError: without such an environment, or with another number of processes than in the recipe.
+        InPlaceTTTError: if the variables are missing, or the number of processes differs from the recipe's.
     """
     if "RANK" not in os.environ:
         slurm = "; srun alone does not set RANK: let it start inplace-ttt train, once per node"
