@@ -1,7 +1,7 @@
 """A plugin for Axolotl.
 
-Its YAML names it with `plugins: [inplace_ttt.clients.axolotl.InPlaceTTTPlugin]` and has a section
-`inplace_ttt`.
+Axolotl's YAML names it with `plugins: [inplace_ttt.clients.axolotl.InPlaceTTTPlugin]`. Its settings are in
+the section `inplace_ttt`.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def mismatched_losses(
 
     Chunk by chunk, each row reads the state that the row with the same index in `lenders` has written. The
     lenders are in the batch too, and read their own states. The state that a row reads has as many writes as
-    its own would have.
+    its own state would have.
 
     Args:
         model: a converted model.

@@ -220,7 +220,7 @@ class Memories:
         """Copies a memory's current content to the new name `to`. The two are independent from then on.
 
         Raises:
-            Refused: if there is a memory of the new name.
+            Refused: if a memory of the new name exists.
         """
         self.find(user, name)
         copy = await self._own(user, to)
@@ -312,7 +312,7 @@ class Memories:
         return snapshot
 
     async def _replace(self, memory: Memory, snapshot: str) -> None:
-        """Makes a snapshot, read from the memory's file, the memory's current one.
+        """Makes a snapshot that was read from the memory's file the memory's current snapshot.
 
         It waits for a load that a reading request started.
         """

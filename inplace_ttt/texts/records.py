@@ -36,7 +36,7 @@ def open_source(source: Source, reading: Reading, streaming: bool) -> tuple[Reco
             else _open(source, reading, streaming)
         )
         columns = fields_of(records, source.name) if lines else records.column_names
-        if columns is None:  # a stream shows its columns by its first record
+        if columns is None:  # the first record of a stream shows its columns
             columns = list(next(iter(records), {}))
     except InPlaceTTTError:
         raise

@@ -106,10 +106,10 @@ def find(name: str, reading: Reading, option: str) -> Source:
     Args:
         name: the name that the user gave.
         reading: how sources are read.
-        option: the option or setting that the user gave the name to.
+        option: the option or setting in which the user gave the name.
 
     Raises:
-        InPlaceTTTError: if nothing has that name, or its files have an unknown format or several.
+        InPlaceTTTError: if nothing has that name, or its files have an unknown format or several formats.
     """
     path, role = Path(name).expanduser(), option.removeprefix("data.")
     if reading.format == "hub":

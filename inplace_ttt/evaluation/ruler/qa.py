@@ -24,7 +24,7 @@ def puzzle(number: int, random: Random, material: Material, length: int, index: 
     """Makes a puzzle of question `index` of a file.
 
     Its own documents are complete. They are followed by the rest of their article and then by others, which
-    are repeated if needed. The size is in words of other documents, of which the last may be cut off.
+    are repeated if needed. The size is the number of words of other documents. The last may be cut off.
     """
     book = material.questions[number]
     if index >= len(book.questions):

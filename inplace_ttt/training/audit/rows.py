@@ -32,7 +32,7 @@ _FOREIGN = "labels that differ from the document's next token"
 
 
 class Place(NamedTuple):
-    """The expected content of one place in a row.
+    """The expected content of one position in a row.
 
     Attributes:
         token: token id, None in padding.

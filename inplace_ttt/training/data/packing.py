@@ -6,8 +6,8 @@ Its positions start at 0 and its first label is -100, so that nothing is predict
 If a document begins with special tokens (a BOS), so does each of its pieces. A model that was trained with
 these tokens reads much worse without them, and the writes would learn to compensate.
 
-The rest of a row is a document of padding, which is never predicted. Attention and fast weights separate it
-from the others as they separate any two documents.
+The rest of a row is a document of padding, which is never predicted. Attention and fast weights treat it
+as a separate document.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ class _Reader:
         try:
             if self._stream is None:
                 self._stream = self.open(self.place.passes)
-                with _silent("datasets.iterable_dataset"):  # it warns of a buffer of one
+                with _silent("datasets.iterable_dataset"):  # it would warn of a buffer of one
                     if self.place.state is not None:
                         self._stream.load_state_dict(self.place.state)
                     self._documents = iter(self._stream)

@@ -15,7 +15,7 @@ from ..recipe.recipe import Recipe
 
 
 def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-    """Stacks rows to a batch of input_ids, position_ids and labels, int64 [B, T].
+    """Stacks rows into a batch of input_ids, position_ids and labels, int64 [B, T].
 
     No attention mask is needed, since position_ids show the documents.
     """

@@ -254,7 +254,7 @@ def check_ratios(ratios: dict[int, float], limit: float) -> None:
     """Checks how far writes move each layer's weight.
 
     Args:
-        ratios: layer -> η‖S‖/‖W0‖; infinite if S is not finite. NaN, if W0 cannot be read, passes.
+        ratios: layer -> η‖S‖/‖W0‖; infinite if S is not finite. NaN means that W0 cannot be read, and passes.
         limit: largest ratio.
 
     Raises:

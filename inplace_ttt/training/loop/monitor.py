@@ -214,7 +214,7 @@ def documents_to_compare(rows: Iterable[dict[str, Any]], chunk_size: int) -> lis
         Token ids [T], int64, of the documents with more than `chunk_size` + 1 tokens.
 
     Raises:
-        InPlaceTTTError: if there is none.
+        InPlaceTTTError: if no document is long enough.
     """
     longest = (_longest_document(row, chunk_size) for row in rows)
     found = [ids for ids in longest if len(ids) > chunk_size + 1]

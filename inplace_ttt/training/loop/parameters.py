@@ -56,7 +56,7 @@ def split_off(model: nn.Module) -> tuple[dict[str, list[nn.Parameter]], dict[str
     ttt: dict[str, list[nn.Parameter]] = {"conv": [], "proj": []}
     for index, layer in fast_weights(model).items():
         for name, parameter in layer.ttt.named_parameters():
-            if parameter.requires_grad:  # under PEFT the trained copy is one of two
+            if parameter.requires_grad:  # PEFT keeps two copies and trains one
                 ttt["conv" if name.rpartition(".")[2] == "conv" else "proj"].append(parameter)
         own = [*layer.ttt.parameters()]
         if own and not any(p.requires_grad for p in own):

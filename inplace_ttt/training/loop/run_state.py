@@ -3,8 +3,8 @@
 The state shows which checkpoints are complete, where to resume, and whether the run is finished. It stays
 consistent whenever the run is killed:
 
-- A file `.inplace-ttt-run` marks the folder as a run's own. Without it, no file there belongs to a run,
-  whatever its name.
+- A file `.inplace-ttt-run` marks the folder as a run's own. Without this mark, no file in the folder
+  counts as a run's, whatever its name.
 - A checkpoint is saved under `.saving/` and gets its name once it is complete. Its file `complete` lists
   every file with its size, the recipe, and the settings that were changed.
 - A file `.from-scratch` marks all checkpoints in the folder as given up, until the run has removed them.
@@ -269,7 +269,7 @@ def files_in(folder: Path) -> dict[str, int]:
 
 
 def mark_complete(folder: Path, saved: Saved) -> None:
-    """Writes the file `complete`. The checkpoint counts once it also has its name."""
+    """Writes the file `complete`. The checkpoint counts once it also has its final name."""
     (folder / _COMPLETE).write_text(json.dumps(asdict(saved), indent=1) + "\n", encoding="utf-8")
 
 

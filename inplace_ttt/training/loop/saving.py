@@ -50,7 +50,7 @@ class TrialSave(TrainerCallback):
 
 @contextmanager
 def saving(folder: Path, remedy: str) -> Iterator[None]:
-    """Turns a writer's errors into one sentence. They come from the disk, or from data that it refuses.
+    """Turns a writer's errors into one sentence: those of the disk, and those about data that it refuses.
 
     Args:
         folder: the folder that is saved, for the message.

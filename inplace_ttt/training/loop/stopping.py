@@ -18,7 +18,7 @@ LAUNCHER = "INPLACE_TTT_LAUNCHER"
 That process has locked the output, and ends together with its children.
 """
 REFUSAL = "INPLACE_TTT_REFUSAL"
-"""Environment variable: a file of `inplace-ttt train`.
+"""Environment variable: the path of a file that `inplace-ttt train` has made.
 
 A process writes the reason of a refusal there instead of printing it.
 """

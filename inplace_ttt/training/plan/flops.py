@@ -35,7 +35,7 @@ match counts.
 def model_flops(recipe: Recipe, model: nn.Module) -> int:
     """Returns the operations of one device's micro-step, forward and backward, without recomputation.
 
-    The count does not depend on the way the model is computed. A linear map takes 2 operations per token and
+    The count does not depend on the way the model is computed. A linear map needs 2 operations per token and
     weight, and as many for each gradient. Its input needs a gradient if a parameter before it is trained. Its
     weight needs one if it is trained. Of experts, only those chosen for a token count. Routers are left out.
 

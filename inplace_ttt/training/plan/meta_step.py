@@ -185,7 +185,7 @@ ExpertsInterface.register(_EXPERTS, _experts)
 
 
 class _Meter(TorchDispatchMode):
-    """Counts the live bytes from its creation on, and the operations of matrix products and solves."""
+    """Counts the live bytes since its creation, and the operations of matrix products and solves."""
 
     def __init__(self, model: nn.Module, vocabulary: int, tokens: int) -> None:
         super().__init__()

@@ -213,7 +213,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         The recipe, with its defaults.
 
     Raises:
-        InPlaceTTTError: if the file cannot be read, or a key or value is invalid; the message has line and key.
+        InPlaceTTTError: if the file cannot be read, or a key or value is invalid (with its line and key).
 
     Examples:
         >>> import json
