@@ -98,7 +98,7 @@ class Batch(LogitsProcessor):
         return known.settings, start
 
     def keep(self, name: str) -> Snapshot | None:
-        """Returns the snapshot of the request whose `keep` is `name`, once; None if the request is unknown."""
+        """Returns the snapshot of the request whose `keep` is `name`, once; None if it is unknown."""
         for row in self._keeping(name):
             if row.slot is not None:
                 row.settings = replace(row.settings, keep=None)
