@@ -1,4 +1,8 @@
-"""Runs `inplace-ttt chat MODEL`: turns (their text), conversation (in a session), commands, terminal."""
+"""Runs `inplace-ttt chat MODEL`.
+
+`turns` renders the text of each turn. `conversation` passes it to a session. `commands` runs the loop over
+the lines, and `terminal` reads and prints them.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +37,7 @@ def run(args: argparse.Namespace) -> Result:
     if turns.is_plain:
         warn(f"{args.path} lacks a chat template; each turn is a line that begins with User: or Assistant:")
     if args.system and conversation.place is not Place.START:
-        warn(f"{args.session} holds a conversation already; --system acts after /drop or /forget")
+        warn(f"{args.session} already holds a conversation; --system takes effect after /drop or /forget")
     say_now()
     chat = Chat(conversation, None if args.json else args.stdout)
     for file, text in texts:
@@ -51,4 +55,4 @@ def run(args: argparse.Namespace) -> Result:
 
 
 def render(result: dict[str, Any]) -> None:
-    """Returns nothing to print, since the answers are printed already."""
+    """Returns None, since the answers are already printed."""

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ttt",
         choices=("on", "off"),
         default="on",
-        help="off: without the fast weights until /on, as by /off (default: on)",
+        help="off: start without the fast weights, as after /off (default: on)",
     )
     add_base(parser)
     add_dtype(parser)
