@@ -82,7 +82,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
         ),
         (
             ["convert", "BASE", "OUT", "--chunk-size", "4", "--set", "chunk_size=8"],
-            "--chunk-size does nothing beside --set chunk_size=8",
+            "--chunk-size does nothing next to --set chunk_size=8",
         ),
         (
             ["info", "BASE", "--base", "OUT"],
@@ -97,7 +97,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
             ["generate", "BASE", "--prompt-file", "TEXT", "--save-state", "TEXT"],
             "is a file that this command did not write, so it is not replaced",
         ),
-        (["generate", "BASE", "--prompt-file", "TEXT", "--save-state", "OUT/state"], "cannot write beside"),
+        (["generate", "BASE", "--prompt-file", "TEXT", "--save-state", "OUT/state"], "cannot write next to"),
     ],
 )
 def test_arguments(

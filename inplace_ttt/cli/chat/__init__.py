@@ -1,5 +1,8 @@
-"""Runs `inplace-ttt chat MODEL`: turns (their text), conversation (in a session), server (in a memory of a
-running server), commands, terminal."""
+"""Runs `inplace-ttt chat MODEL`.
+
+`turns` renders the text of each turn. `conversation` passes it to a session, and `server` to a running
+server. `commands` runs the loop over the lines, and `terminal` reads and prints them.
+"""
 
 from __future__ import annotations
 
@@ -54,9 +57,9 @@ def _here(args: argparse.Namespace) -> Conversation:
     if turns.is_plain:
         warn(f"{args.path} lacks a chat template; each turn is a line that begins with User: or Assistant:")
     if args.system and conversation.place is not Place.START:
-        warn(f"{args.session} holds a conversation already; --system acts after /drop or /forget")
+        warn(f"{args.session} already holds a conversation; --system takes effect after /drop or /forget")
     return conversation
 
 
 def render(result: dict[str, Any]) -> None:
-    """Returns nothing to print, since the answers are printed already."""
+    """Returns None, since the answers are already printed."""

@@ -13,12 +13,12 @@ from .terminal import Bar, Stop, note, stoppable
 
 HELP = {
     "/read": ("FILE", "read a UTF-8 text; the next question is about it"),
-    "/forget": ("", "start a new session: without the KV cache and the fast weights"),
+    "/forget": ("", "start a new session: drop the KV cache and the fast weights"),
     "/drop": ("", "drop the KV cache, keep the fast weights"),
     "/save": ("[FILE]", "save the session; FILE becomes its file"),
-    "/fork": ("FILE", "save a copy of the session, and go on in the present file"),
+    "/fork": ("FILE", "save a copy of the session, and continue in the current file"),
     "/off": ("", "read and answer without the fast weights, in a copy of the session"),
-    "/on": ("", "go on with the fast weights, in the session as it was before /off"),
+    "/on": ("", "use the fast weights again, in the session as it was before /off"),
     "/info": ("", "print the session's sizes"),
     "/help": ("", "print this list"),
     "/quit": ("", "end the chat, as Ctrl-D does; Ctrl-C stops an answer"),
@@ -30,8 +30,8 @@ class Chat:
     """A chat over a conversation.
 
     Args:
-        conversation: to continue, in this process or on a server.
-        stdout: prints the answers; None collects them in `answers` alone.
+        conversation: the conversation to continue, in this process or on a server.
+        stdout: stream to print the answers to. If None, they are only collected in `answers`.
 
     Attributes:
         answers: questions and answers so far.
@@ -54,9 +54,9 @@ class Chat:
         }
 
     def run(self, lines: Iterable[str]) -> None:
-        """Follows lines until they end or one is /quit, and saves the session at the end.
+        """Executes lines until they end or one is /quit, then saves the session.
 
-        A request that is refused prints a sentence, and the chat goes on.
+        A refused request prints the reason, and the chat goes on.
 
         Raises:
             HalfwayError: if the model fails while it answers.
@@ -78,7 +78,7 @@ class Chat:
         Args:
             file: its path.
             text: its text, if it is read already.
-            stop: ends the reading.
+            stop: ends the reading when Ctrl-C sets it.
         """
         text = text_of(file) if text is None else text
         written = self.conversation.chunks_written
@@ -90,7 +90,7 @@ class Chat:
         self._took_a_turn()
 
     def _follow(self, line: str, stop: Stop) -> None:
-        """Does what a line asks for."""
+        """Executes a line: a command or a question."""
         try:
             if not line.startswith("/"):
                 return self._ask(line.strip(), stop)
@@ -102,7 +102,7 @@ class Chat:
                 )
             wanted = HELP[name][0]
             if argument and not wanted:
-                raise InPlaceTTTError(f"{name} takes nothing after it; give {name} alone.")
+                raise InPlaceTTTError(f"{name} does not take an argument; give {name} alone.")
             if wanted == "FILE" and not argument:
                 raise InPlaceTTTError(f"{name} needs a file; give {name} FILE.")
             self._commands[name](argument, stop)
@@ -163,8 +163,8 @@ class Printed:
     """Prints an answer while it is generated.
 
     Args:
-        stdout: where to; None prints nothing.
-        stop: set if the stream refuses, so that the answer ends.
+        stdout: stream to print to; None prints nothing.
+        stop: is set if the stream refuses a piece, which ends the answer.
     """
 
     def __init__(self, stdout: TextIO | None, stop: Stop) -> None:

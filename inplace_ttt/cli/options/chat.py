@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ttt",
         choices=("on", "off"),
         default="on",
-        help="off: without the fast weights until /on, as by /off (default: on)",
+        help="off: start without the fast weights, as after /off (default: on)",
     )
     parser.add_argument("--memory", metavar="NAME", help="with a server: the memory to read and write")
     parser.add_argument(
