@@ -1,6 +1,6 @@
-"""Registers converted checkpoints with transformers as soon as transformers is imported.
+"""Registers converted checkpoints with transformers when transformers is imported.
 
-So importing this package stays fast.
+This package need not import transformers itself, so its own import is fast.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 _CLASSES = f"{__package__}.converted_class"
-"""Importing this module registers the model_type."""
+"""Name of the module whose import registers the model_type."""
 
 
 class _WithTransformers(MetaPathFinder):
@@ -42,7 +42,7 @@ class _WithTransformers(MetaPathFinder):
 
 
 def register() -> None:
-    """Registers now if transformers is imported already, otherwise when it is imported."""
+    """Registers the checkpoints now if transformers is imported already, or else at its import."""
     if "transformers" in sys.modules:
         importlib.import_module(_CLASSES)
     else:
