@@ -71,8 +71,8 @@ def set_attention_window(model: PreTrainedModel, size: int, sinks: int = SINKS) 
     """
     if size < 1 or sinks < 0 or sinks >= size:
         raise InPlaceTTTError(
-            f"an attention window of {size} with {sinks} sink tokens does not exist; use a window of at least "
-            "1, and fewer sinks than that."
+            f"an attention window of {size} with {sinks} sink tokens does not exist; use a window of at "
+            "least 1, and fewer sinks than that."
         )
     if unknown := set(attention_kinds(model.config.get_text_config())) - {
         "full_attention",

@@ -81,8 +81,8 @@ def refuse_lack(model: Any, missing: Iterable[str]) -> None:
     if lacking := sorted(missing):
         raise InPlaceTTTError(
             f"{_source(model)} lacks {len(lacking)} tensors of a {type(model).__name__} ({lacking[0]}, …): "
-            "the checkpoint is incomplete, or of another class; load it with the class in its config.json, "
-            "or download or convert the base again."
+            "it is half a checkpoint, or one of another class; load it with the class in its config.json, or "
+            "download or convert the base again."
         )
 
 

@@ -268,8 +268,8 @@ def _detect_mlp(base: PreTrainedModel, block: nn.Module, where: str, family: Fam
         return None
     if len(down) != 1:
         raise InPlaceTTTError(
-            f"{where} of {name} must have exactly one map to the hidden size outside attention; its linear "
-            f"maps are: {', '.join(linears) or 'none'}."
+            f"{where} of {name} lacks a single map to the hidden size outside attention; its linear maps "
+            f"are: {', '.join(linears) or 'none'}."
         )
     width = linears[down[0]][0]
     up = [

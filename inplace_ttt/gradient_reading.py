@@ -156,15 +156,14 @@ class GradientReading:
         self._has_gradients = True
         if steps.first.hooks.model.group is not None or (self.base.training and ulysses_group() is not None):
             raise InPlaceTTTError(
-                "target='gradient' needs whole rows on each rank, but here ranks share rows; give each rank "
-                "its own rows."
+                "target='gradient' reads whole rows, but here ranks share them; give each rank its own rows."
             )
         if self.base.training and any(
             is_partitioned(p) or hasattr(p, "device_mesh") for p in self.lm.parameters()
         ):
             raise InPlaceTTTError(
-                "with target='gradient' ranks read unequal numbers of chunks, so they cannot share parameters "
-                "(ZeRO-3, FSDP); use DDP, or DeepSpeed's ZeRO stage 2."
+                "with target='gradient' ranks read unequal numbers of chunks, so they cannot share "
+                "parameters (ZeRO-3, FSDP); use DDP, or DeepSpeed's ZeRO stage 2."
             )
 
     def _read_whole(self, given: dict[str, Any], steps: GradientSteps) -> Any:
