@@ -263,7 +263,7 @@ class _Auditor:
 
 
 def _failed(error: Exception) -> Outcome:
-    """Returns "not checked" for a failure of the probe itself. Such a failure shows nothing about the module."""
+    """Returns "not checked" for a failure of the probe itself, since it shows nothing about the module."""
     return Outcome(
         "not checked",
         f"the audit's own probe fails with {type(error).__name__}: {one_line(error, kind=False)}; report it",
@@ -275,7 +275,7 @@ def _quoted(ids: Sequence[str]) -> str:
 
 
 def _against_absence(outcome: Outcome) -> Outcome:
-    """Returns the outcome for a feature that the reference code lacks. A module that has it is an extension."""
+    """Returns the outcome for a feature that the reference code lacks. To have it is an extension."""
     verdict = {"conforms": "extension", "deviates": "conforms", "unspecified": "conforms"}.get(
         outcome.verdict, outcome.verdict
     )

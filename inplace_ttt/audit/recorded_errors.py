@@ -173,7 +173,7 @@ def _off(got: Tensor | None, wanted: Tensor) -> float:
 
 
 def _gradients_in_range(loss: Tensor, tensors: Sequence[Tensor]) -> Sequence[Any]:
-    """Returns the gradients of the loss. If they overflow float16, the loss is scaled down, as a trainer does."""
+    """Returns the gradients of the loss, which is scaled down if the gradients overflow float16."""
     for scale in LOSS_SCALES:
         found = torch.autograd.grad(scale * loss, tensors, retain_graph=True, allow_unused=True)
         if all(gradient is None or bool(gradient.isfinite().all()) for gradient in found):
