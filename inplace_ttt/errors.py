@@ -1,4 +1,4 @@
-"""Exceptions whose messages give the problem, its place, and the remedy."""
+"""Exceptions whose messages state the problem, its place, and the remedy."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class _StandIn:
 
 @contextmanager
 def _having_read(lm: nn.Module, base: nn.Module, output: Any) -> Iterator[None]:
-    """Makes the base model return `output` in this thread, so that `lm` computes only the part after it."""
+    """Makes the base model return `output` in this thread. `lm` then runs only the part after the base."""
     with _changing_forward:
         stand_in = vars(base).get("forward")
         if not isinstance(stand_in, _StandIn):

@@ -34,7 +34,7 @@ class Stream(Protocol):
         """Returns outputs [1, n, d] of the next n tokens; inputs x [1, n, input], target source [1, n, d]."""
 
     def reset(self) -> None:
-        """Clears the stream, so that another sequence can begin."""
+        """Clears the stream. Another sequence can then begin."""
 
 
 class AuditedModule(ABC):
@@ -186,7 +186,7 @@ class AuditedModule(ABC):
         return self.chunk_size
 
     def tensors(self) -> dict[str, Tensor]:
-        """Lists every parameter and buffer, so that a probe can detect changes by a forward.
+        """Lists every parameter and buffer. A probe compares them before and after a forward.
 
         Returns:
             The tensors by name.

@@ -152,13 +152,13 @@ def gradient_errors(
         for index, s in reversed(seen.items())
         if through_source and s.path.requires_grad
     }
-    """Sources of targets with the first layer that reads each; all layers share the embeddings."""
+    """Target sources, each with the first layer that reads it. All layers share the embeddings."""
     tensors = [
         *(seen[i].passed for i in own),
         *(t for found in own.values() for t in found.values()),
         *(path for _, path in sources.values()),
     ]
-    # One backward pass through the model gives all gradients.
+    # One backward pass through the model computes all gradients.
     gradients = iter(_gradients_in_range(loss, tensors))
     wanted = {i: _declared_gradients(seen[i], documents, rule(i), next(gradients)) for i in own}
     found = {i: {name: _off(next(gradients), wanted[i][name]) for name in own[i]} for i in own}

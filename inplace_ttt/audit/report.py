@@ -302,7 +302,7 @@ _HEAD = 1 << 15
 
 
 def is_report(file: str | os.PathLike[str]) -> bool:
-    """Returns True if the file is a report in one of its forms, so that a new report may replace it."""
+    """Returns True if the file is an audit report in any form. A new report may replace such a file."""
     try:
         values = read_json(Path(file), "not a report")
     except InPlaceTTTError:

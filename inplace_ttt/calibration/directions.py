@@ -84,7 +84,7 @@ class LeadingDirections:
         self.rank, self.tokens, self.trace, self.centered = rank, 0, 0.0, centered
         self._next = columns
         self._onto: Tensor | None = None  # Ω; None for the identity, with which the sum is Σ itself
-        if 2 * columns < width:  # drawn on the CPU, so that every device gets the same values
+        if 2 * columns < width:  # drawn on the CPU, so every device has the same values
             start = torch.randn(width, columns, generator=torch.Generator().manual_seed(0)).to(device)
             self._onto = torch.linalg.qr(start).Q
         self._sum = torch.zeros(width, width if self._onto is None else columns, device=device)

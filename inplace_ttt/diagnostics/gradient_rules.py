@@ -19,7 +19,7 @@ DOMINATES = 0.99
 Its norm is then ten times that of all other layers together.
 """
 NOTICED = 0.01
-"""Fraction of the embeddings' gradient lost by detaching the targets' source that is a warning."""
+"""Lost fraction of the embeddings' gradient at which a detached target source is a warning."""
 
 
 def gradient_flow_findings(

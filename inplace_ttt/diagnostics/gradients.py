@@ -41,7 +41,7 @@ class Rates:
         for rate in (self.conv, self.proj, self.rest):
             if not 0 <= rate < float("inf"):
                 raise InPlaceTTTError(
-                    f"a learning rate of a diagnosis must be a number of at least 0, got {rate!r}."
+                    f"a learning rate to diagnose with must be a number of at least 0, got {rate!r}."
                 )
 
     def of(self, key: Key) -> float:

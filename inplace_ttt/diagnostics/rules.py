@@ -16,9 +16,9 @@ from .measurements import Measurements
 from .write_rules import ROUNDED_AWAY, key_findings, precision_findings, safe_ranges, write_findings
 
 EXPLODES, RISES = 0.5, 0.1
-"""Rise of the loss by the first step, in nats: severe, and a warning."""
+"""Rises of the loss by the first step, in nats: at the first it is severe, at the second a warning."""
 CONSTANT = 1e-3
-"""Smallest fraction of a source's square that is not its mean; below it the source is constant."""
+"""Smallest fraction of a source's square that is not its mean. Below it the source counts as constant."""
 ONE_DIRECTION = 1.5
 """Largest participation ratio that counts as one direction."""
 SLOPE_NOISE = {16: 0.05, 32: 1e-3, 64: 1e-6}
@@ -42,7 +42,7 @@ def findings_of(
         rates: learning rates of Adam's first step.
         tick: called with a title before each pass.
         rates_given: True if the caller chose the rates.
-        float32_masters: True if the optimizer keeps parameters in float32, so that no step rounds away.
+        float32_masters: True if the optimizer keeps parameters in float32. No step is then lost to rounding.
     """
     broken = weights_not_finite(model)
     if not math.isfinite(m.gradients.loss):

@@ -20,7 +20,7 @@ from .overrides import with_eta
 from .targets import points_away
 
 HARM = 0.01
-"""Largest rise of the loss, over the loss with the writes off, that does not count as harm (nats per token)."""
+"""Largest rise of the loss by writes that does not count as harm, in nats per token."""
 _SLICE = 256
 """Number of tokens whose logits are held in float32 at a time."""
 _ROUNDING = 64.0

@@ -136,7 +136,7 @@ def _gaps(spans: list[tuple[int, int]], length: int) -> Iterator[tuple[int, int]
 
 
 def _pieces(spans: Iterator[tuple[int, int]], chunk: int) -> Iterator[tuple[int, int]]:
-    """Splits the spans into pieces of complete chunks, so that several programs share a long span."""
+    """Splits the spans into pieces of complete chunks. Several programs then share a long span."""
     longest = max(_LONGEST_PIECE // chunk, 1) * chunk
     for start, stop in spans:
         yield from ((first, min(first + longest, stop)) for first in range(start, stop, longest))
