@@ -197,7 +197,7 @@ def _away(model: DiagnosedModel, m: Measurements) -> list[Finding]:
 
 
 def _small_conv(model: DiagnosedModel, m: Measurements) -> list[Finding]:
-    """Returns a finding for writes that have no effect but would have one with a usual conv."""
+    """Returns a finding for writes that lack an effect but would have one with a usual conv."""
     found = []
     for index, writes in m.writes.items():
         conv = model.parameters().get((index, "conv"))

@@ -46,7 +46,7 @@ def observed(model: nn.Module, found: dict[int, WriteHealth]) -> Iterator[None]:
 def watched(model: nn.Module, found: dict[int, Tensor]) -> Iterator[None]:
     """Records `state_ratio` of every layer in `found`, at the first forward pass.
 
-    Only the labels are copied to the CPU, so there is no other synchronization with the device.
+    Only the labels are copied to the CPU. Nothing else waits for the device.
     """
     with _labels_noted(model) as labels:
 

@@ -42,7 +42,7 @@ _AWAY = -0.5
 def direction(layer: FastWeight) -> float:
     """Returns the cosine with the identity of P times conv's largest tap, or of P alone.
 
-    P alone is used if there is no conv, or if the product's cosine is within ±0.5. A cosine of 1 means that a
+    P alone is used without a conv, or if the product's cosine is within ±0.5. A cosine of 1 means that a
     target has the direction of its source.
     """
     conv, proj = layer.ttt.conv, layer.ttt.proj.detach().float()
