@@ -1,4 +1,4 @@
-"""Copies small index tensors from the host to a device, for the op and its kernels."""
+"""Copies index tensors from the host to a device, for the op and its kernels."""
 
 from __future__ import annotations
 

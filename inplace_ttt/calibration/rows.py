@@ -27,7 +27,7 @@ and would distort a very short row.
 _NEAR = 64
 """Divisor of the number of tokens.
 
-No further row is read if less than this part of the tokens is missing, or less than half a row.
+No further row is read if the missing tokens are at most this part of all tokens, and at most half a row.
 """
 
 

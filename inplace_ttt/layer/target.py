@@ -88,7 +88,7 @@ class TargetGenerator(nn.Module):
         zero until they are measured.
 
         Args:
-            std: standard deviation of the diagonal. It is unused if P starts as the identity.
+            std: standard deviation of the diagonal. It is unused for "identity" and "calibrated".
             seed: seed of the diagonal. It is used for "random_diagonal" alone.
         """
         for tensor in (*self.parameters(), *self.buffers()):

@@ -14,8 +14,8 @@ from ..ops.precision import without_autocast
 class WriteGate(nn.Module):
     """The weight β = 2σ(√r w·k + b) of a token with key k, between 0 and 2. Before training it is 1.
 
-    Whitened keys have a norm of about 1, so the entries of √r k are about 1. The same learning rate then
-    suits w and P.
+    Whitened keys have a norm of about 1, so the entries of √r k are about 1. An optimizer then
+    moves w about as it moves P.
 
     Args:
         rank: r.

@@ -143,8 +143,8 @@ def takes_weight(z: Tensor) -> bool:
     """Returns True if the op should receive W0, False if the caller computes the product with W0 itself.
 
     It is True if z is in full precision. It is also True where the kernels run, since they round W0 + ηS
-    without bias. Otherwise the caller adds the op's result to its own product with W0, which therefore stays
-    exact.
+    without bias. Otherwise the caller adds the op's result to its own product with W0. That product is then
+    the same as without TTT.
     """
     return preferred(z).fuses(z.dtype)
 
