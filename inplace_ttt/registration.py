@@ -1,6 +1,6 @@
-"""Registers converted checkpoints with transformers as soon as transformers is imported.
+"""Registers converted checkpoints with transformers when transformers is imported.
 
-So importing this package stays fast.
+This package need not import transformers itself, so its own import is fast.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _WithTransformers(MetaPathFinder):
 
 
 def register() -> None:
-    """Registers now if transformers is imported already, otherwise when it is imported."""
+    """Registers the checkpoints now if transformers is imported already, or else at its import."""
     if "transformers" in sys.modules:
         _import_classes()
     else:

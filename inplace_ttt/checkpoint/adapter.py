@@ -1,4 +1,4 @@
-"""The adapter format: a conversion's new tensors and a description of their base."""
+"""The adapter format, which consists of a conversion's new tensors and a description of their base."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NAME = re.compile(r"(?P<layer>\d{1,6})\.(?P<kind>[a-z_.]+)")
 
 @dataclass(frozen=True)
 class _AdapterBase(BaseModel):
-    """The base of an adapter. Its fingerprint is required: an adapter is useless without it."""
+    """The base of an adapter. Its fingerprint is required, since an adapter fits only one base."""
 
     fingerprint: str = field(kw_only=True)
 
@@ -95,7 +95,7 @@ def located(
     base: str,
     remedy: str = "give its new path with --base, in Python with base=",
 ) -> str:
-    """Returns the base that an adapter names.
+    """Returns the base of an adapter, after a check that it exists.
 
     Args:
         path: the adapter, for the message.

@@ -86,11 +86,11 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
         ),
         (
             ["info", "BASE", "--base", "OUT"],
-            "is not an adapter folder, so that a base does nothing beside it",
+            "is not an adapter folder, so it needs no base",
         ),
         (
             ["export", "BASE", "OUT", "--format", "reference", "--base", "OUT"],
-            "is not an adapter folder, so that a base does nothing beside it",
+            "is not an adapter folder, so it needs no base",
         ),
         (["serve", "BASE", "--api-key", ""], "--api-key must not be empty"),
         (
