@@ -79,6 +79,7 @@ def export_session(
         result["kept"] = _measured(plain, plain, changes, reads, rows)
         with output as folder:
             write_lora(folder, model, factors, base)
+            tokenizer.save_pretrained(folder)
             write_export_card(folder, found.folder, base, "lora", result)
     else:
         baked = bake(model, changes)

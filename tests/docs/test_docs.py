@@ -118,6 +118,7 @@ def tutorial(folder: Path) -> None:
     (folder / "data" / "a.jsonl").write_text("\n".join(lines))
     for seed in range(12, 20):
         (folder / "held-out" / f"{seed}.txt").write_text(tiny.text(words=1300, seed=seed))
+    (folder / "manual.txt").write_text(tiny.text(words=400, seed=20))
     config = Qwen3Config(
         num_hidden_layers=12,
         hidden_size=32,

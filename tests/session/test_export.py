@@ -180,7 +180,13 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert kept["without"] != kept["session"] == pytest.approx(kept["exported"], abs=1e-5)
     assert distance(answers_alone(plain, "transformers", "AutoModelForCausalLM", ids), expected) < 1e-4
     assert export(lora, "--format", "lora", "--rank", "32")["rank"] == 32
-    names = ["README.md", "adapter_config.json", "adapter_model.safetensors"]
+    names = [
+        "README.md",
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
     assert sorted(file.name for file in lora.glob("[!.]*")) == names
     assert distance(answers_alone(lora, "peft", "AutoPeftModelForCausalLM", ids), expected) < 1e-4
     for card in (plain / "README.md", lora / "README.md"):
