@@ -60,10 +60,11 @@ test-serving: .venv-serving/installed model text
 	$(TEST_ENV) $(SERVING)/python -m pytest tests/serving
 
 # Other people's training stacks pin what they need: an environment for each. Axolotl's takes 4 GB.
-CLIENTS := trl axolotl automodel
+CLIENTS := trl axolotl automodel swift
 PACKAGES_trl := trl==1.16.0 peft
 PACKAGES_axolotl := axolotl==0.19.0
 PACKAGES_automodel := nemo-automodel==0.7.0 triton==3.5.1
+PACKAGES_swift := ms-swift==4.6.0 'transformers>=5.16,<5.20'
 
 .venv-clients/%/installed: pyproject.toml
 	test -d .venv-clients/$* || $(PYTHON) -m venv .venv-clients/$*
