@@ -30,7 +30,7 @@ BESIDE = {
     "chat": {"rich"},  # of typer, which transformers needs
     "kernels": {"triton"},
     "serving": {"vllm", "fastapi", "starlette", "uvloop"},
-    "clients": {"axolotl", "nemo_automodel", "pydantic", "swift"},
+    "clients": {"axolotl", "llamafactory", "nemo_automodel", "pydantic", "swift"},
 }
 MODULES = sorted(
     m.name
