@@ -84,7 +84,10 @@ def main() -> None:
     config = read_args()
     if not isinstance(config, Mapping):
         sys.exit("error: give LLaMA-Factory's YAML or JSON file first, then settings as key=value.")
-    run(config)
+    try:
+        run(config)
+    except InPlaceTTTError as error:
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

@@ -98,9 +98,7 @@ def test_answers_alone_are_learned_padded_and_packed(settings: dict[str, Any]) -
     done = llamafactory(settings, **sft, per_device_train_batch_size=2)
     assert done.returncode == 0, done.stderr[-2000:]
     assert all(layer["gradients"]["conv"] > 0 for layer in lines()[-1]["layers"])
-    done = llamafactory(
-        settings, **sft, neat_packing=True, output_dir="packed", **{"packing": True, "max_steps": 3}
-    )
+    done = llamafactory(settings, **sft, neat_packing=True, output_dir="packed", packing=True, max_steps=3)
     assert done.returncode == 0, done.stderr[-2000:]
     # of one document, though a row holds many
     assert {layer["chunks"] for line in lines("packed") for layer in line["layers"]} == {3}

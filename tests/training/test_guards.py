@@ -144,7 +144,9 @@ def test_padding_is_not_measured(kept: str | None) -> None:
     elif kept is not None:
         batch = where_learned(batch)
     if kept == "mask":
-        batch["logits_to_keep"] = torch.zeros(100, dtype=torch.bool).index_fill(0, batch["logits_to_keep"], True)
+        batch["logits_to_keep"] = torch.zeros(100, dtype=torch.bool).index_fill(
+            0, batch["logits_to_keep"], True
+        )
     with torch.no_grad():
         measured: list[Any] = []
         for given in ({"input_ids": ids, "labels": ids}, batch):
