@@ -60,14 +60,20 @@ test-serving: .venv-serving/installed model text
 	$(TEST_ENV) $(SERVING)/python -m pytest tests/serving
 
 # Other people's training stacks pin what they need: an environment for each. Axolotl's takes 4 GB.
-CLIENTS := trl axolotl automodel
+CLIENTS := trl axolotl automodel swift llamafactory
 PACKAGES_trl := trl==1.16.0 peft
 PACKAGES_axolotl := axolotl==0.19.0
 PACKAGES_automodel := nemo-automodel==0.7.0 triton==3.5.1
+PACKAGES_swift := ms-swift==4.6.0 'transformers>=5.16,<5.20'
+PACKAGES_llamafactory := llamafactory==0.9.5
+# It pins an older transformers. Compiled parts of these two do not load beside the CPU build of torch, and texts do not need them.
+AFTER_llamafactory := pip install --quiet 'transformers>=5.16,<5.20' && pip uninstall --quiet --yes torchvision \
+	&& rm -f $$VIRTUAL_ENV/lib/python3*/site-packages/torchaudio/lib/*.so
 
 .venv-clients/%/installed: pyproject.toml
 	test -d .venv-clients/$* || $(PYTHON) -m venv .venv-clients/$*
 	.venv-clients/$*/bin/pip install --quiet $(TORCH) $(PACKAGES_$*) pytest pytest-timeout
+	$(if $(AFTER_$*),. .venv-clients/$*/bin/activate && $(AFTER_$*))
 	.venv-clients/$*/bin/pip install --quiet --no-deps --editable .
 	touch $@
 

@@ -198,10 +198,11 @@ def _is_guarded(values: Mapping[str, Any]) -> bool:
 
 def _with_our_names(values: Mapping[str, Any]) -> dict[str, Any]:
     names = values.get("architectures")
-    return {**values, "architectures": [_converted_name(name) for name in names]} if names else dict(values)
+    return {**values, "architectures": [converted_name(name) for name in names]} if names else dict(values)
 
 
-def _converted_name(architecture: str) -> str:
+def converted_name(architecture: str) -> str:
+    """Returns the name of our class for a base's class; our own names are unchanged."""
     return architecture if architecture.startswith(_PREFIX) else f"{_PREFIX}{architecture}"
 
 
@@ -247,7 +248,7 @@ def _publish(carrying: Any) -> None:
     """
     for made in {auto._model_mapping[carrying] for auto in auto_classes() if carrying in auto._model_mapping}:
         for module in (transformers, sys.modules["transformers"]):
-            setattr(module, _converted_name(made.__name__), made)
+            setattr(module, converted_name(made.__name__), made)
 
 
 def marked(config: PreTrainedConfig, ttt: InPlaceTTTConfig) -> PreTrainedConfig:

@@ -25,12 +25,12 @@ OPTIONAL = (
     "wonderwords",
 )
 OF_OTHERS = ("inplace_ttt.kernels", "inplace_ttt.serving.", "inplace_ttt.clients.")
-"""For Triton, vLLM, Axolotl and Automodel alone, which they import."""
+"""For Triton, vLLM and other training stacks alone, which they import."""
 BESIDE = {
     "chat": {"rich"},  # of typer, which transformers needs
     "kernels": {"triton"},
     "serving": {"vllm", "fastapi", "starlette", "uvloop"},
-    "clients": {"axolotl", "lm_eval", "nemo_automodel", "pydantic"},
+    "clients": {"axolotl", "llamafactory", "lm_eval", "nemo_automodel", "pydantic", "swift"},
 }
 MODULES = sorted(
     m.name

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..layer.fast_linear import FastWeight
@@ -75,8 +76,8 @@ def _labels_noted(model: nn.Module) -> Iterator[Callable[[Tensor], Tensor | None
 
     def labels(of: Tensor) -> Tensor | None:
         given, kept = last.get("labels"), last.pop("logits_to_keep", None)
-        if isinstance(given, Tensor) and isinstance(kept, Tensor):  # the labels cover only kept positions
-            given = given.new_full(of.shape[:2], IGNORED).index_copy(1, kept, given)
+        if isinstance(given, Tensor) and kept is not None:
+            given = _at_all_positions(given, kept, of.shape[1])
         last["labels"] = given = (
             given.cpu() if isinstance(given, Tensor) and given.shape == of.shape[:2] else None
         )
@@ -87,3 +88,21 @@ def _labels_noted(model: nn.Module) -> Iterator[Callable[[Tensor], Tensor | None
         yield labels
     finally:
         handle.remove()
+
+
+def _at_all_positions(labels: Tensor, kept: Tensor | int, tokens: int) -> Tensor:
+    """Puts labels of the kept positions in their places, with none elsewhere.
+
+    Args:
+        labels: int64 [B, n].
+        kept: `logits_to_keep`: positions, a mask of all positions, or how many at the end (0: all).
+        tokens: T.
+
+    Returns:
+        The labels [B, T], or the given ones if they do not belong to the kept positions.
+    """
+    positions = torch.arange(tokens, device=labels.device)
+    positions = positions[-kept:] if isinstance(kept, int) else positions[kept]
+    if labels.shape[1:] != positions.shape:
+        return labels
+    return labels.new_full((len(labels), tokens), IGNORED).index_copy(1, positions, labels)

@@ -131,17 +131,25 @@ def test_a_healthy_memory_in_half_precision_is_not_stopped() -> None:
     )
 
 
-@pytest.mark.parametrize("kept", [False, True])
-def test_padding_is_not_measured(kept: bool) -> None:
+@pytest.mark.parametrize("kept", [None, "positions", "mask", "last"])
+def test_padding_is_not_measured(kept: str | None) -> None:
     """A row of which most is padding, in a forward with all labels or with those of the logits that are kept:
-    its document is as alone."""
+    its document is as alone. Callers name those by position, by a mask (ms-swift), or as the last ones."""
     model = converted("llama", eta=0.5).eval()
     ids = random_ids(1, 30)
     (row,) = pack([ids[0].tolist()], 100, 0)
     batch = collate([row])
+    if kept == "last":
+        batch |= {"labels": batch["labels"][:, -90:], "logits_to_keep": 90}
+    elif kept is not None:
+        batch = where_learned(batch)
+    if kept == "mask":
+        batch["logits_to_keep"] = torch.zeros(100, dtype=torch.bool).index_fill(
+            0, batch["logits_to_keep"], True
+        )
     with torch.no_grad():
         measured: list[Any] = []
-        for given in ({"input_ids": ids, "labels": ids}, where_learned(batch) if kept else batch):
+        for given in ({"input_ids": ids, "labels": ids}, batch):
             health: dict[int, WriteHealth] = {}
             ratios: dict[int, torch.Tensor] = {}
             with observed(model, health):
