@@ -7,10 +7,14 @@ import argparse
 from ...errors import InPlaceTTTError
 from ..arguments import MOST_TOKENS, add_base, add_dtype, add_temperature, path, whole
 
+PORT, SESSIONS = 7860, "sessions"
+"""Defaults of --port and --sessions."""
+
 EXAMPLES = """examples:
   inplace-ttt chat ./smollm2-ttt
   inplace-ttt chat ./smollm2-ttt --session ada.session --read book.txt notes.txt
   inplace-ttt chat ./smollm2-ttt --session ada.session --system "Answer in one sentence."
+  inplace-ttt chat ./smollm2-ttt --web --sessions memories
   printf '/read book.txt\\nWhat happened to the whale?\\n' | inplace-ttt chat ./smollm2-ttt
 
 commands in the chat:
@@ -43,6 +47,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="on",
         help="off: without the fast weights until /on, as by /off (default: on)",
     )
+    parser.add_argument(
+        "--web", action="store_true", help="serve the chat as a page in the browser, on this machine alone"
+    )
+    parser.add_argument(
+        "--port", type=whole(1, 65535), metavar="PORT", help=f"with --web: port of the page (default: {PORT})"
+    )
+    parser.add_argument(
+        "--sessions",
+        type=path,
+        metavar="DIR",
+        help=f"with --web: folder of the sessions, saved there after each turn (default: {SESSIONS})",
+    )
     add_base(parser)
     add_dtype(parser)
     parser.set_defaults(check=check)
@@ -51,3 +67,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def check(args: argparse.Namespace) -> None:
     if args.system is not None and not args.system.strip():
         raise InPlaceTTTError("--system is empty; give instructions, or leave it out.")
+    for option, value in (("--port", args.port), ("--sessions", args.sessions)):
+        if value is not None and not args.web:
+            raise InPlaceTTTError(f"{option} is for the page; give --web too, or leave it out.")
+    if args.web and args.session is not None:
+        raise InPlaceTTTError("--session is for the terminal; with --web, --sessions names a folder of them.")
+    if args.web and args.read:
+        raise InPlaceTTTError("--read is for the terminal; with --web, drop files onto the page.")
+    if args.web and args.ttt == "off":
+        raise InPlaceTTTError("--ttt off is for the terminal; the page of --web has a switch.")

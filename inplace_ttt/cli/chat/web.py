@@ -1,0 +1,279 @@
+"""The page of `inplace-ttt chat MODEL --web`, made with Gradio, for this machine alone.
+
+Turns run in threads of their own (named.py). Each tab asks for their state by a timer, so that every tab
+shows the same after a reload, and while another tab asks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from html import escape
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from ...errors import InPlaceTTTError, how_to_install, reported
+from .. import Result
+from ..messages import say_now
+from ..options.chat import PORT, SESSIONS
+from . import transcript
+from .conversation import Conversation, text_of
+from .look import CSS
+from .named import Named, Sessions
+from .terminal import note
+
+HOST = "127.0.0.1"
+_BUSY, _IDLE = 0.25, 2.0
+"""Seconds between two looks of a tab at its session: during a turn, and else."""
+_REMEMBER = """(name) => {
+  const url = new URL(window.location);
+  url.searchParams.set("session", name);
+  window.history.replaceState(null, "", url);
+}"""
+"""Puts the session's name into the page's address, where a reload finds it."""
+_REMEMBERED = "() => new URLSearchParams(window.location.search).get('session')"
+_SURE = "(name) => [name, window.confirm(`Forget all that ${name} has read?`)]"
+
+
+def prepare(args: argparse.Namespace) -> None:
+    """Checks everything that the page needs, before the model is loaded.
+
+    Raises:
+        InPlaceTTTError: if Gradio is not installed, the port is taken, or the folder cannot be made.
+    """
+    if find_spec("gradio") is None:
+        raise InPlaceTTTError(f"--web needs Gradio, which is not installed; {how_to_install('web')}.")
+    args.port, args.sessions = args.port or PORT, args.sessions or SESSIONS
+    Path(args.sessions).mkdir(parents=True, exist_ok=True)
+    with socket.socket() as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind((HOST, args.port))
+        except OSError as error:
+            raise InPlaceTTTError(
+                f"port {args.port} of {HOST} cannot be used ({error.strerror}); give another --port."
+            ) from None
+
+
+def serve(args: argparse.Namespace, opened: Callable[[str | None], Conversation]) -> Result:
+    """Serves the page until Ctrl-C.
+
+    Args:
+        args: of the command, after `prepare`.
+        opened: returns the conversation in a session file.
+
+    Returns:
+        The page's address and the folder of the sessions.
+    """
+    sessions = Sessions(Path(args.sessions), opened)
+    with TemporaryDirectory(prefix="inplace-ttt-") as uploads:
+        os.environ |= {"GRADIO_ANALYTICS_ENABLED": "False", "GRADIO_TEMP_DIR": uploads}
+        made = page(sessions, args.path)
+        address = f"http://{HOST}:{args.port}"
+        with reported(f"cannot serve {address}", "give another --port"):
+            _launch(made, args.port)
+        say_now()
+        note(f"{address} has the chat, with the sessions in {args.sessions}; Ctrl-C ends it")
+        try:
+            with suppress(KeyboardInterrupt):
+                threading.Event().wait()
+        finally:
+            sessions.close()
+            made.close(verbose=False)
+    return {"address": address, "sessions": str(args.sessions)}, 0
+
+
+def _launch(made: Any, port: int) -> None:
+    import gradio as gr
+
+    made.queue(default_concurrency_limit=None, api_open=False).launch(
+        server_name=HOST,
+        server_port=port,
+        share=False,
+        inbrowser=False,
+        quiet=True,
+        prevent_thread_lock=True,
+        footer_links=[],
+        run_history=False,
+        enable_monitoring=False,
+        mcp_server=False,
+        pwa=False,
+        ssr_mode=False,
+        css=CSS,
+        theme=gr.themes.Default(
+            font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "Consolas", "monospace"]
+        ),
+    )
+
+
+def page(sessions: Sessions, model: str) -> Any:
+    """Returns the page, a `gradio.Blocks`."""
+    import gradio as gr
+
+    with gr.Blocks(title=f"{Path(model).name} · inplace-ttt chat", analytics_enabled=False) as made:
+        gr.HTML(
+            f"<h1>{escape(Path(model).name)}</h1><p>Reads texts and turns into its fast weights, and "
+            "remembers each session by name.</p>",
+            elem_id="head",
+        )
+        seen, timer = gr.State(()), gr.Timer(_IDLE)
+        with gr.Row():
+            with gr.Column(scale=1, min_width=260, elem_id="side"):
+                name = gr.Radio([], label="Sessions", elem_id="names")
+                other = gr.Textbox(
+                    max_lines=1, show_label=False, placeholder="name of a new session or a copy", elem_id="other"
+                )
+                with gr.Row():
+                    new, fork = (gr.Button(label, size="md", min_width=60) for label in ("New", "Fork"))
+                with gr.Row():
+                    drop = gr.Button("Drop KV cache", size="md", min_width=140)
+                    save, forget = (gr.Button(label, size="md", min_width=60) for label in ("Save", "Forget"))
+                sizes = gr.HTML()
+            with gr.Column(scale=4, elem_id="main"):
+                shown = gr.HTML(elem_id="transcript")
+                state = gr.HTML(elem_id="state")
+                with gr.Row(equal_height=True):
+                    question = gr.Textbox(
+                        label="Question (Shift+Enter asks it)",
+                        lines=3,
+                        max_lines=8,
+                        scale=3,
+                        autofocus=True,
+                        elem_id="question",
+                    )
+                    files = gr.File(
+                        label="UTF-8 texts to read",
+                        file_count="multiple",
+                        height=130,
+                        scale=2,
+                        elem_id="files",
+                    )
+                with gr.Row(equal_height=True):
+                    both = gr.Checkbox(
+                        True,
+                        label="Answer without the fast weights too",
+                        info="From the same tokens. After Drop KV cache, only the fast weights hold the texts.",
+                        scale=3,
+                        min_width=260,
+                    )
+                    stop = gr.Button("Stop", variant="stop", interactive=False, min_width=100)
+                    ask = gr.Button("Ask", variant="primary", min_width=100)
+        sure, address = gr.Checkbox(visible=False), gr.Textbox(visible=False)
+        views = [name, shown, state, sizes, ask, stop, timer, seen]
+
+        def view(chosen: str, last: Any = None) -> list[Any]:
+            """Returns new values of `views`; changes nothing if the tab has seen this state already."""
+            names, named = sessions.names(), _told(sessions.get, chosen)
+            if named is None:
+                return [gr.Radio(choices=names, value=None), *[gr.skip()] * 6, ()]
+            busy = named.is_busy
+            now = (chosen, names, named.version, busy, busy and (named.turn.label, named.turn.read))  # type: ignore[union-attr]
+            if now == last:
+                return [gr.skip()] * len(views)
+            return [
+                gr.skip() if last and last[:2] == now[:2] else gr.Radio(choices=names, value=chosen),
+                transcript.html(named.entries, unseen_tokens=named.tokens),
+                _state(named),
+                f'<div class="sizes">{"".join(f"<p>{escape(size)}</p>" for size in named.info.split("; "))}</div>',
+                gr.Button(interactive=not busy),
+                gr.Button(interactive=busy),
+                gr.Timer(_BUSY if busy else _IDLE),
+                now,
+            ]
+
+        def loaded(wanted: str | None) -> list[Any]:
+            return view(wanted if wanted in sessions.names() else sessions.first())
+
+        def act(action: Callable[..., None]) -> Callable[..., list[Any]]:
+            """Returns an event that does something with the session, and shows the result."""
+
+            def event(chosen: str, *given: Any) -> list[Any]:
+                _told(action, chosen, *given)
+                return view(chosen)
+
+            return event
+
+        def made_new(chosen: str, wanted: str) -> list[Any]:
+            made = _told(sessions.new, wanted)
+            return [wanted if made is None else "", *view(made or chosen)]
+
+        def forked(chosen: str, wanted: str) -> list[Any]:
+            done = _told(lambda: sessions.fork(chosen, wanted) or wanted)
+            if done:
+                gr.Info(f"{wanted} is a copy of {chosen}.")
+            return ["" if done else wanted, *view(chosen)]
+
+        def asked(chosen: str, text: str, both: bool) -> list[Any]:
+            done = text.strip() and _told(lambda: sessions.ask(chosen, text.strip(), both) or True)
+            return ["" if done else text, *view(chosen)]
+
+        def dropped(chosen: str, paths: list[str]) -> list[Any]:
+            texts = _told(lambda: [_uploaded(Path(path)) for path in paths])
+            if texts:
+                _told(sessions.read, chosen, texts)
+            return [None, *view(chosen)]
+
+        quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
+        made.load(loaded, address, views, js=_REMEMBERED, **quiet)
+        timer.tick(view, [name, seen], views, **quiet)
+        name.input(view, name, views, **quiet)
+        name.change(None, name, None, js=_REMEMBER, **quiet)
+        new.click(made_new, [name, other], [other, *views], **quiet)
+        fork.click(forked, [name, other], [other, *views], **quiet)
+        drop.click(act(sessions.drop), name, views, **quiet)
+        save.click(act(sessions.save), name, views, **quiet)
+        forget.click(
+            act(lambda chosen, agreed: sessions.forget(chosen) if agreed else None),
+            [name, sure],
+            views,
+            js=_SURE,
+            **quiet,
+        )
+        for begun in (ask.click, question.submit):
+            begun(asked, [name, question, both], [question, *views], **quiet)
+        files.upload(dropped, [name, files], [files, *views], **quiet)
+        stop.click(act(sessions.stop), name, views, **quiet)
+    return made
+
+
+def _told(action: Callable[..., Any], *given: Any) -> Any:
+    """Returns the result of an action. If it is refused, tells so on the page, and returns None."""
+    import gradio as gr
+
+    try:
+        return action(*given)
+    except InPlaceTTTError as error:
+        gr.Warning(str(error))
+        return None
+
+
+def _state(named: Named) -> str:
+    """Returns the line below the transcript, as HTML."""
+    turn = named.turn
+    if not named.is_busy or turn is None:
+        return f'<div class="state"><span class="problem" role="alert">{escape(named.problem)}</span></div>'
+    bar, count = "<progress></progress>", ""
+    if turn.total:
+        bar = f'<progress value="{turn.read}" max="{turn.total}"></progress>'
+        count = f" {turn.read:,} of {turn.total:,} tokens"
+    return f'<div class="state"><span>{escape(turn.label)}{count}</span>{bar}</div>'
+
+
+def _uploaded(file: Path) -> tuple[str, str]:
+    """Returns the name and text of a file that was dropped onto the page, and removes the upload.
+
+    Raises:
+        InPlaceTTTError: if it is not a UTF-8 text, or is empty.
+    """
+    try:
+        return file.name, text_of(str(file))
+    except InPlaceTTTError as error:
+        raise InPlaceTTTError(str(error).replace(str(file), file.name)) from None
+    finally:
+        file.unlink(missing_ok=True)
