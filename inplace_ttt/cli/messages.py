@@ -94,6 +94,28 @@ def warn(message: str) -> None:
     logging.getLogger("inplace_ttt").warning("warning: %s", message)
 
 
+class _Hearing(logging.Handler):
+    """Collects the messages of log records."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+@contextmanager
+def heard() -> Iterator[list[str]]:
+    """Yields a list that collects this package's warnings inside the block. They are printed too."""
+    handler, logger = _Hearing(), logging.getLogger("inplace_ttt")
+    logger.addHandler(handler)
+    try:
+        yield handler.messages
+    finally:
+        logger.removeHandler(handler)
+
+
 def say(text: str, stream: TextIO | None) -> None:
     """Prints a line; characters that the stream cannot encode are escaped.
 

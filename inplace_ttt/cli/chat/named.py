@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from threading import Event, Lock, RLock, Thread
 
 from ...errors import InPlaceTTTError, shown
 from ...serving.memory import check_name
-from ..messages import sentence_of
+from ..messages import heard, sentence_of
 from . import transcript
 from .conversation import Conversation, HalfwayError
 from .terminal import Stop
@@ -32,11 +30,13 @@ class Turn:
         label: the present step.
         read: tokens of a file read so far.
         total: tokens of that file; 0 while no file is read.
+        error: a sentence if it failed, or "".
     """
 
     def __init__(self) -> None:
         self.stop, self.ended = Stop(), Event()
         self.label, self.read, self.total = "waiting for the turn of another session", 0, 0
+        self.error = ""
 
 
 class Named:
@@ -119,7 +119,7 @@ class Sessions:
                 self._held.move_to_end(name)
                 return self._held[name]
             if name not in self.names():
-                raise InPlaceTTTError(f"there is no session {shown(name)} in {self.folder}; choose another.")
+                raise InPlaceTTTError(f"there is no session {shown(name)} in {self.folder}; choose one.")
             conversation = self._opened(str(self._file(name)))
             problem = self._problems.pop(name, "")
             try:
@@ -186,7 +186,7 @@ class Sessions:
                 read = named.conversation.read(text, file, turn.stop, advance)
                 written = named.conversation.current.chunks_written - written
                 stopped = "stopped: " if turn.stop.asked else ""
-                note = f"{stopped}read {read:,} tokens of {file}, wrote {written:,} chunks into the fast weights"
+                note = f"{stopped}read {read:,} tokens of {file}, wrote {written:,} chunks"
                 named.entries.append(Entry(note))
                 self._save(named)
                 if turn.stop.asked:
@@ -278,32 +278,40 @@ class Sessions:
         return turn
 
     def _wait(self, name: str, work: Work) -> None:
-        self._start(name, work).ended.wait()
+        """Runs a turn to its end.
+
+        Raises:
+            InPlaceTTTError: if it fails.
+        """
+        turn = self._start(name, work)
+        turn.ended.wait()
+        if turn.error:
+            raise InPlaceTTTError(turn.error)
 
     def _run(self, named: Named, turn: Turn, work: Work) -> None:
-        with self._model, _heard() as warnings:
+        with self._model, heard() as warnings:
             try:
                 if turn.stop.asked:
                     raise InPlaceTTTError("stopped before it began.")
                 work(named, turn)
             except InPlaceTTTError as error:
-                named.problem = str(error)
+                turn.error = str(error)
                 if isinstance(error, HalfwayError):
-                    self._end(named)
+                    self._end(named, turn)
             except Exception as error:
-                named.problem = sentence_of(error)
-                self._end(named)
-            named.problem = " ".join(filter(None, [named.problem, *warnings]))
+                turn.error = sentence_of(error)
+                self._end(named, turn)
+            named.problem = " ".join(filter(None, [turn.error, *warnings]))
             named.info, named.tokens = named.conversation.info(), named.conversation.tokens
             named.version += 1
             turn.ended.set()
 
-    def _end(self, named: Named) -> None:
+    def _end(self, named: Named, turn: Turn) -> None:
         """Ends a session that failed halfway. Its file holds the turn before, and is read again."""
-        named.problem += f" The session {named.name} goes on as it was saved last."
+        turn.error += f" The session {named.name} goes on as it was saved last."
         with self._table:
             self._held.pop(named.name, None)
-            self._problems[named.name] = named.problem
+            self._problems[named.name] = turn.error
 
     def _save(self, named: Named) -> None:
         named.conversation.is_saved = False
@@ -330,20 +338,3 @@ class Sessions:
 
     def _transcript(self, name: str) -> Path:
         return self.folder / f"{name}.json"
-
-
-@contextmanager
-def _heard() -> Iterator[list[str]]:
-    """Yields a list that collects the package's warnings inside the block."""
-    heard: list[str] = []
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            heard.append(record.getMessage())
-
-    handler, logger = Handler(), logging.getLogger("inplace_ttt")
-    logger.addHandler(handler)
-    try:
-        yield heard
-    finally:
-        logger.removeHandler(handler)

@@ -10,8 +10,8 @@ import argparse
 import os
 import socket
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from html import escape
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,7 +25,7 @@ from ..options.chat import PORT, SESSIONS
 from . import transcript
 from .conversation import Conversation, text_of
 from .look import CSS
-from .named import Named, Sessions
+from .named import Named, Sessions, Turn
 from .terminal import note
 
 HOST = "127.0.0.1"
@@ -127,13 +127,13 @@ def page(sessions: Sessions, model: str) -> Any:
             with gr.Column(scale=1, min_width=260, elem_id="side"):
                 name = gr.Radio([], label="Sessions", elem_id="names")
                 other = gr.Textbox(
-                    max_lines=1, show_label=False, placeholder="name of a new session or a copy", elem_id="other"
+                    max_lines=1, show_label=False, placeholder="name for New or Fork", elem_id="other"
                 )
                 with gr.Row():
                     new, fork = (gr.Button(label, size="md", min_width=60) for label in ("New", "Fork"))
                 with gr.Row():
-                    drop = gr.Button("Drop KV cache", size="md", min_width=140)
                     save, forget = (gr.Button(label, size="md", min_width=60) for label in ("Save", "Forget"))
+                drop = gr.Button("Drop KV cache", size="md")
                 sizes = gr.HTML()
             with gr.Column(scale=4, elem_id="main"):
                 shown = gr.HTML(elem_id="transcript")
@@ -154,11 +154,11 @@ def page(sessions: Sessions, model: str) -> Any:
                         scale=2,
                         elem_id="files",
                     )
-                with gr.Row(equal_height=True):
+                with gr.Row():
                     both = gr.Checkbox(
                         True,
                         label="Answer without the fast weights too",
-                        info="From the same tokens. After Drop KV cache, only the fast weights hold the texts.",
+                        info="After Drop KV cache, the fast weights alone hold the earlier texts.",
                         scale=3,
                         min_width=260,
                     )
@@ -167,23 +167,26 @@ def page(sessions: Sessions, model: str) -> Any:
         sure, address = gr.Checkbox(visible=False), gr.Textbox(visible=False)
         views = [name, shown, state, sizes, ask, stop, timer, seen]
 
-        def view(chosen: str, last: Any = None) -> list[Any]:
+        def view(chosen: str | None, last: Any = None) -> list[Any]:
             """Returns new values of `views`; changes nothing if the tab has seen this state already."""
-            names, named = sessions.names(), _told(sessions.get, chosen)
+            names, named = sessions.names(), None
+            if chosen is not None:
+                with _told():
+                    named = sessions.get(chosen)
             if named is None:
                 return [gr.Radio(choices=names, value=None), *[gr.skip()] * 6, ()]
-            busy = named.is_busy
-            now = (chosen, names, named.version, busy, busy and (named.turn.label, named.turn.read))  # type: ignore[union-attr]
+            turn = named.turn if named.is_busy else None
+            now = (chosen, names, named.version, turn and (turn.label, turn.read))
             if now == last:
                 return [gr.skip()] * len(views)
             return [
                 gr.skip() if last and last[:2] == now[:2] else gr.Radio(choices=names, value=chosen),
                 transcript.html(named.entries, unseen_tokens=named.tokens),
-                _state(named),
-                f'<div class="sizes">{"".join(f"<p>{escape(size)}</p>" for size in named.info.split("; "))}</div>',
-                gr.Button(interactive=not busy),
-                gr.Button(interactive=busy),
-                gr.Timer(_BUSY if busy else _IDLE),
+                _state(turn, named.problem),
+                _sizes(named),
+                gr.Button(interactive=turn is None),
+                gr.Button(interactive=turn is not None),
+                gr.Timer(_IDLE if turn is None else _BUSY),
                 now,
             ]
 
@@ -194,29 +197,34 @@ def page(sessions: Sessions, model: str) -> Any:
             """Returns an event that does something with the session, and shows the result."""
 
             def event(chosen: str, *given: Any) -> list[Any]:
-                _told(action, chosen, *given)
+                with _told():
+                    action(chosen, *given)
                 return view(chosen)
 
             return event
 
         def made_new(chosen: str, wanted: str) -> list[Any]:
-            made = _told(sessions.new, wanted)
-            return [wanted if made is None else "", *view(made or chosen)]
+            with _told():
+                chosen, wanted = sessions.new(wanted), ""
+            return [wanted, *view(chosen)]
 
         def forked(chosen: str, wanted: str) -> list[Any]:
-            done = _told(lambda: sessions.fork(chosen, wanted) or wanted)
-            if done:
+            with _told():
+                sessions.fork(chosen, wanted)
                 gr.Info(f"{wanted} is a copy of {chosen}.")
-            return ["" if done else wanted, *view(chosen)]
+                wanted = ""
+            return [wanted, *view(chosen)]
 
         def asked(chosen: str, text: str, both: bool) -> list[Any]:
-            done = text.strip() and _told(lambda: sessions.ask(chosen, text.strip(), both) or True)
-            return ["" if done else text, *view(chosen)]
+            with _told():
+                if text.strip():
+                    sessions.ask(chosen, text.strip(), both)
+                text = ""
+            return [text, *view(chosen)]
 
         def dropped(chosen: str, paths: list[str]) -> list[Any]:
-            texts = _told(lambda: [_uploaded(Path(path)) for path in paths])
-            if texts:
-                _told(sessions.read, chosen, texts)
+            with _told():
+                sessions.read(chosen, [_uploaded(Path(path)) for path in paths])
             return [None, *view(chosen)]
 
         quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
@@ -242,27 +250,32 @@ def page(sessions: Sessions, model: str) -> Any:
     return made
 
 
-def _told(action: Callable[..., Any], *given: Any) -> Any:
-    """Returns the result of an action. If it is refused, tells so on the page, and returns None."""
+@contextmanager
+def _told() -> Iterator[None]:
+    """Shows a refusal inside the block on the page."""
     import gradio as gr
 
     try:
-        return action(*given)
+        yield
     except InPlaceTTTError as error:
-        gr.Warning(str(error))
-        return None
+        gr.Warning(escape(str(error)))
 
 
-def _state(named: Named) -> str:
+def _state(turn: Turn | None, problem: str) -> str:
     """Returns the line below the transcript, as HTML."""
-    turn = named.turn
-    if not named.is_busy or turn is None:
-        return f'<div class="state"><span class="problem" role="alert">{escape(named.problem)}</span></div>'
-    bar, count = "<progress></progress>", ""
-    if turn.total:
-        bar = f'<progress value="{turn.read}" max="{turn.total}"></progress>'
-        count = f" {turn.read:,} of {turn.total:,} tokens"
-    return f'<div class="state"><span>{escape(turn.label)}{count}</span>{bar}</div>'
+    if turn is None:
+        return f'<div class="state"><span class="problem" role="alert">{escape(problem)}</span></div>'
+    if not turn.total:
+        return f'<div class="state"><span class="busy">{escape(turn.label)} …</span></div>'
+    return (
+        f'<div class="state"><span class="busy">{escape(turn.label)}: {turn.read:,} of {turn.total:,} tokens'
+        f'</span><progress value="{turn.read}" max="{turn.total}"></progress></div>'
+    )
+
+
+def _sizes(named: Named) -> str:
+    """Returns the sizes of a session, as HTML."""
+    return f'<div class="sizes">{"".join(f"<p>{escape(size)}</p>" for size in named.info.split("; "))}</div>'
 
 
 def _uploaded(file: Path) -> tuple[str, str]:
