@@ -26,7 +26,7 @@ VERBS = {
     "convert": "give a checkpoint fast weights",
     "info": "print the settings and sizes of a converted checkpoint",
     "generate": "read a text, write it into the fast weights, continue it",
-    "chat": "talk with a converted model that remembers, in a terminal or by a pipe",
+    "chat": "talk with a converted model that remembers, in a terminal, a browser or a pipe",
     "serve": "serve many users with vLLM, each with named memories",
     "audit": "compare a checkpoint or a recipe with the paper, item by item",
     "diagnose": "measure gradients and writes on a text, and report problems",

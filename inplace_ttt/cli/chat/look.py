@@ -9,7 +9,8 @@ CSS = """
 #names .wrap { max-height: 14rem; overflow-y: auto; flex-direction: column; flex-wrap: nowrap; }
 #names .wrap label { width: 100%; }
 #main { gap: .5rem; }
-.transcript { height: max(20rem, calc(100vh - 25rem)); overflow-y: auto; display: flex;
+#state, #transcript { min-height: 0; padding: 0; }
+.transcript { height: max(20rem, calc(100vh - 26.5rem)); overflow-y: auto; display: flex;
   flex-direction: column-reverse; padding: .25rem 1rem; border: 1px solid var(--border-color-primary);
   border-radius: .5rem; background: var(--background-fill-secondary); }
 .transcript > div { margin-bottom: auto !important; }

@@ -150,7 +150,7 @@ def page(sessions: Sessions, model: str) -> Any:
                     files = gr.File(
                         label="UTF-8 texts to read",
                         file_count="multiple",
-                        height=130,
+                        height=140,
                         scale=2,
                         elem_id="files",
                     )
