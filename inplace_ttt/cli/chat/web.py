@@ -167,20 +167,25 @@ def page(sessions: Sessions, model: str) -> Any:
         sure, address = gr.Checkbox(visible=False), gr.Textbox(visible=False)
         views = [name, shown, state, sizes, ask, stop, timer, seen]
 
-        def view(chosen: str | None, last: Any = None) -> list[Any]:
-            """Returns new values of `views`; changes nothing if the tab has seen this state already."""
+        def view(chosen: str | None, last: Any = None, *, choose: bool = False) -> list[Any]:
+            """Returns new values of `views`; changes nothing if the tab has seen this state already.
+
+            An answer to an earlier event must not undo the user's choice of another session meanwhile, so
+            that only `choose` sets it.
+            """
             names, named = sessions.names(), None
             if chosen is not None:
                 with _told():
                     named = sessions.get(chosen)
             if named is None:
-                return [gr.Radio(choices=names, value=None), *[gr.skip()] * 6, ()]
+                radio = gr.Radio(choices=names) if chosen is None else gr.Radio(choices=names, value=None)
+                return [radio, *[gr.skip()] * 6, ()]
             turn = named.turn if named.is_busy else None
             now = (chosen, names, named.version, turn and (turn.label, turn.read))
             if now == last:
                 return [gr.skip()] * len(views)
             return [
-                gr.skip() if last and last[:2] == now[:2] else gr.Radio(choices=names, value=chosen),
+                gr.Radio(choices=names, value=chosen) if choose else gr.Radio(choices=names),
                 transcript.html(named.entries, unseen_tokens=named.tokens),
                 _state(turn, named.problem),
                 _sizes(named),
@@ -191,7 +196,7 @@ def page(sessions: Sessions, model: str) -> Any:
             ]
 
         def loaded(wanted: str | None) -> list[Any]:
-            return view(wanted if wanted in sessions.names() else sessions.first())
+            return view(wanted if wanted in sessions.names() else sessions.first(), choose=True)
 
         def act(action: Callable[..., None]) -> Callable[..., list[Any]]:
             """Returns an event that does something with the session, and shows the result."""
@@ -204,21 +209,24 @@ def page(sessions: Sessions, model: str) -> Any:
             return event
 
         def made_new(chosen: str, wanted: str) -> list[Any]:
+            text = gr.skip()  # a refused text stays, as it may have changed since
             with _told():
-                chosen, wanted = sessions.new(wanted), ""
-            return [wanted, *view(chosen)]
+                chosen, text = sessions.new(wanted), ""
+            return [text, *view(chosen, choose=text == "")]
 
         def forked(chosen: str, wanted: str) -> list[Any]:
+            text = gr.skip()
             with _told():
                 sessions.fork(chosen, wanted)
                 gr.Info(f"{wanted} is a copy of {chosen}.")
-                wanted = ""
-            return [wanted, *view(chosen)]
+                text = ""
+            return [text, *view(chosen)]
 
-        def asked(chosen: str, text: str, both: bool) -> list[Any]:
+        def asked(chosen: str, question: str, both: bool) -> list[Any]:
+            text = gr.skip()
             with _told():
-                if text.strip():
-                    sessions.ask(chosen, text.strip(), both)
+                if question.strip():
+                    sessions.ask(chosen, question.strip(), both)
                 text = ""
             return [text, *view(chosen)]
 
