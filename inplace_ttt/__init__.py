@@ -1,7 +1,7 @@
 """In-Place Test-Time Training (arXiv 2604.06169) for pretrained Hugging Face language models.
 
 Importing this package registers converted checkpoints with transformers. Public names are imported on first
-use, so that a command's --help needs no torch, and reading needs no Trainer.
+use. A command's --help therefore loads no torch, and reading loads no Trainer.
 """
 
 import importlib

@@ -1,11 +1,13 @@
 """Sliding-window attention with sink tokens, for models whose attention can be replaced.
 
 A model trained with full attention puts much of its attention on a document's first tokens (the sinks). A
-plain window removes them, and the model gets worse. Anything that repairs this damage would look like a gain
-from reading. So each token attends to the last `size` tokens, including itself, and to its document's first
-`sinks` tokens. Layers with a window of their own keep it, or take `size` if that is less, and attend to no
-sinks: they were trained without. Positions stay those of the whole text. Without a cache the work per token
-grows with the window, not with the length; with `window_cache` the memory does too.
+plain window hides the sinks, and the model gets worse. In a measurement, any repair of this damage would look
+like a gain from reading. So each token attends to the last `size` tokens, including itself, and to its
+document's first `sinks` tokens.
+
+A layer with its own window uses the smaller one of that window and `size`. It attends to no sinks, since it
+was trained without them. Position ids are those of the whole text. Without a cache, the work per token grows
+with the window and not with the length. With `window_cache`, so does the memory.
 """
 
 from __future__ import annotations
@@ -33,11 +35,11 @@ SINKS = 4
 
 @contextmanager
 def attention_window(model: PreTrainedModel, size: int | None, sinks: int = SINKS) -> Iterator[None]:
-    """Gives the model an attention window inside the `with` block.
+    """Sets an attention window on the model inside the `with` block.
 
     Args:
         model: any causal LM of transformers, also a converted one.
-        size: tokens in the window, including the current one; None leaves the attention as it is.
+        size: tokens in the window, including the current one; None leaves the attention unchanged.
         sinks: the number of first tokens that every token attends to.
 
     Raises:
@@ -55,9 +57,9 @@ def attention_window(model: PreTrainedModel, size: int | None, sinks: int = SINK
 
 
 def set_attention_window(model: PreTrainedModel, size: int, sinks: int = SINKS) -> None:
-    """Gives the model an attention window permanently.
+    """Sets an attention window on the model permanently.
 
-    Gradients flow through it. In packed rows, `position_ids` separate the documents.
+    Gradients flow through the window's attention. In packed rows, `position_ids` separate the documents.
 
     Args:
         model: any causal LM of transformers, also a converted one.
@@ -69,8 +71,8 @@ def set_attention_window(model: PreTrainedModel, size: int, sinks: int = SINKS) 
     """
     if size < 1 or sinks < 0 or sinks >= size:
         raise InPlaceTTTError(
-            f"an attention window of {size} with {sinks} sink tokens does not exist; sinks go from 0 to "
-            "below the window."
+            f"an attention window of {size} with {sinks} sink tokens does not exist; use a window of at "
+            "least 1, and fewer sinks than that."
         )
     if unknown := set(attention_kinds(model.config.get_text_config())) - {
         "full_attention",
@@ -78,7 +80,7 @@ def set_attention_window(model: PreTrainedModel, size: int, sinks: int = SINKS) 
     }:
         raise InPlaceTTTError(
             f"{type(model).__name__} has layers of {min(unknown)}, which take no attention window; leave "
-            "it out."
+            "the window out."
         )
     name = f"window_{size}_{sinks}"
     AttentionInterface.register(name, _Window(size, sinks))
@@ -86,15 +88,15 @@ def set_attention_window(model: PreTrainedModel, size: int, sinks: int = SINKS) 
     model.set_attn_implementation(name)
     if model.config._attn_implementation != name:
         raise InPlaceTTTError(
-            f"the attention of {type(model).__name__} cannot be replaced, so that it takes no window."
+            f"the attention of {type(model).__name__} cannot be replaced, so it takes no window."
         )
 
 
 def window_cache(model: PreTrainedModel, size: int, sinks: int = SINKS) -> Cache:
     """Returns a cache for a model with an attention window of `size` and `sinks`.
 
-    A layer keeps the first `sinks` and the last `size` - 1 tokens. A layer with a window of its own keeps
-    only the last tokens.
+    A layer keeps the first `sinks` and the last `size` - 1 tokens. A layer with its own window keeps no
+    sinks.
     """
     text = model.config.get_text_config()
     own = getattr(text, "sliding_window", None)
@@ -103,11 +105,13 @@ def window_cache(model: PreTrainedModel, size: int, sinks: int = SINKS) -> Cache
 
 
 def attention_reach(text: PreTrainedConfig, size: int | None) -> float:
-    """Returns the longest reach of a layer's attention in tokens, apart from sinks; infinity without a limit.
+    """Returns the widest attention window among the layers, in tokens, without sinks.
+
+    It is infinite if a layer has full attention and `size` is None.
 
     Args:
         text: the config of the text decoder.
-        size: the attention window that the model is given, or None.
+        size: the attention window set on the model, or None.
     """
     slides = getattr(text, "sliding_window", None) or math.inf
     own = max(slides if kind == "sliding_attention" else math.inf for kind in attention_kinds(text))
@@ -128,10 +132,10 @@ class WindowLayer(DynamicSlidingWindowLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Appends keys and values, and returns those for this forward [B, H, kept + new, D].
+        """Appends keys and values, and returns the kept and the new ones [B, H, kept + new, D].
 
-        The layer keeps the tokens that the next forward may attend to, or all tokens while the past is
-        recorded.
+        Afterwards the layer keeps the tokens that the next forward may attend to. With `record_past` it keeps
+        all tokens.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -146,10 +150,10 @@ class WindowLayer(DynamicSlidingWindowLayer):
         return keys, values
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drops the last -`tokens_to_remove` tokens, and earlier ones that the next forward cannot see.
+        """Drops the last -`tokens_to_remove` tokens, and earlier tokens that the next forward cannot see.
 
         Raises:
-            InPlaceTTTError: if earlier tokens that the window would then show are already dropped.
+            InPlaceTTTError: if the window would then need earlier tokens that are already dropped.
         """
         if not self.is_initialized:
             return
@@ -183,14 +187,14 @@ def _no_mask(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> None:
-    """A mask function for transformers that makes no mask, since the window builds its own.
+    """A mask function for transformers that makes no mask, since `_Window` builds its own.
 
-    Raises InPlaceTTTError for padding, and for keys after those of the queries (a static cache).
+    Raises InPlaceTTTError for padding, and for keys beyond the last query (a static cache).
     """
     if isinstance(q_offset, Tensor) or q_offset + q_length != kv_offset + kv_length:
         raise InPlaceTTTError(
-            f"the attention window does not go with a static cache, whose {kv_length} slots are there "
-            "before they are filled; use "
+            f"the attention window does not go with a static cache, which passes all its {kv_length} slots, "
+            "also those not yet filled; use "
             "window_cache(model, size), or a DynamicCache."
         )
     if attention_mask is not None and not attention_mask.all():
@@ -208,8 +212,8 @@ class _Window:
     def __init__(self, size: int, sinks: int) -> None:
         self.size, self.sinks = size, sinks
         self._narrower: dict[int, _Window] = {}
-        """The functions for layers with a window of their own, by its size."""
-        # the last positions for `_is_packed`, their version, the answer
+        """The attention functions of layers with their own window, by the size of that window."""
+        # the last argument of `_is_packed`, its version, and the result
         self._asked: tuple[Tensor, int, bool] | None = None
 
     def __call__(
@@ -225,7 +229,7 @@ class _Window:
     ) -> tuple[Tensor, None]:
         if attention_mask is not None or ulysses_group() is not None:
             what = "a mask of its own" if attention_mask is not None else "ranks that share rows"
-            raise InPlaceTTTError(f"the attention window does not go with {what}; leave either out.")
+            raise InPlaceTTTError(f"the attention window does not go with {what}; leave one of them out.")
         if (own := kwargs.pop("sliding_window", None)) is not None:
             narrower = self._narrower.setdefault(own, _Window(min(self.size, own), 0))
             return narrower(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
@@ -250,9 +254,9 @@ class _Window:
     def _is_packed(self, positions: Tensor) -> bool:
         """Returns True if rows hold several documents.
 
-        The answer waits for the device, so a forward's layers share it.
+        The result needs a synchronization with the device, so the layers of a forward share it.
         """
-        # inference tensors have no version, so their answer is not reused
+        # inference tensors have no version, so their result is not reused
         version = -1 if positions.is_inference() else positions._version
         asked = self._asked  # read once, since another thread may replace it in between
         if asked is None or asked[0] is not positions or asked[1] != version or version < 0:
@@ -260,17 +264,19 @@ class _Window:
         return asked[2]
 
     def _sees(self, query: Tensor, key: Tensor) -> Tensor:
-        """Returns True if the token at index `query` attends to the one at index `key` of its document."""
+        """Returns True where the token at index `query` of a document attends to the token at index `key`."""
         return (key <= query) & ((query - key < self.size) | (key < self.sinks))
 
     def _cached_mask(self, queries: int, keys: int, device: torch.device) -> Tensor:
-        """Returns the mask [queries, keys]. Keys are the first tokens, then those up to the last query."""
+        """Returns the mask [queries, keys]. The keys are the kept first tokens, then the tokens up to the
+        last
+        query."""
         index = torch.arange(keys, device=device)
         distance = index[keys - queries :, None] - index
         return (distance >= 0) & ((distance < self.size) | (index < self.sinks))
 
     def _packed_mask(self, positions: Tensor) -> Tensor:
-        """Returns the mask [B, 1, T, T] of packed rows. `document_starts` gives their documents."""
+        """Returns the mask [B, 1, T, T] of packed rows, whose documents `document_starts` finds."""
         starts = document_starts(positions)
         index = torch.arange(positions.shape[1], device=positions.device).expand_as(positions)
         begin = torch.where(starts, index, 0).cummax(dim=-1).values
@@ -279,9 +285,9 @@ class _Window:
         return (same & self._sees(within[:, :, None], within[:, None, :]))[:, None]
 
     def _in_blocks(self, query: Tensor, key: Tensor, value: Tensor, settings: dict[str, Any]) -> Tensor:
-        """Attends in blocks of `size` queries, each to its own block, the block before, and the sinks.
+        """Computes attention in blocks of `size` queries.
 
-        All groups of heads share one mask.
+        Each block attends to itself, the block before it, and the sinks. All groups of heads share one mask.
         """
         (batch, heads, length, dim), groups, size = query.shape, key.shape[1], self.size
         blocks = -(-length // size)
@@ -291,7 +297,7 @@ class _Window:
         near = start + torch.arange(-size, size, device=query.device)
         first = torch.arange(self.sinks, device=query.device).expand(blocks, -1)
         seen = (near >= self.sinks)[:, None, :] & self._sees(asking[:, :, None], near[:, None, :])
-        # the sinks appear once, as the first keys
+        # the sinks are the first keys, and `near` leaves them out
         mask = torch.cat([first[:, None, :] <= asking[:, :, None], seen], dim=-1)
         together = heads // groups
         asks = (
@@ -311,7 +317,11 @@ class _Window:
         return out[:, :, :length]
 
     def _context(self, x: Tensor, blocks: int) -> Tensor:
-        """Returns the context of each block [B, blocks, sinks + 2 size, D] from keys or values [B, T, D]."""
+        """Returns the keys or values that each block attends to, [B, blocks, sinks + 2 size, D].
+
+        Args:
+            x: all keys or values [B, T, D].
+        """
         own = x.unflatten(1, (blocks, self.size))
         before = pad(own, (0, 0, 0, 0, 1, 0))[:, :-1]
         sinks = x[:, None, : self.sinks].expand(-1, blocks, -1, -1)

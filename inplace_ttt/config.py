@@ -40,33 +40,33 @@ class InPlaceTTTConfig:
     """Holds the settings of a conversion. The defaults are the preset `paper`.
 
     Args:
-        layers: "every:N" (layers 0, N, 2N, …), "upper:N" (those of them above the model's lower 40 %), or a
-            list of layer indices in order. Paper appendix C.3: every sixth; offset unstated.
-        chunk_size: tokens per chunk, C. Paper §4.3: 512 and 1024 are best of 256…2048.
-        eta: η of Eq. (1), one number or one per TTT layer. The paper gives no value.
+        layers: "every:N" (layers 0, N, 2N, …), "upper:N" (the same layers without the model's lower 40 %),
+            or a list of layer indices in order. Paper appendix C.3: every sixth; offset unstated.
+        chunk_size: tokens per chunk, C. Paper §4.3: 512 and 1024 are the best of 256…2048.
+        eta: η of Eq. (1), one number or one per TTT layer. The paper states no value.
         target: the target source X. "embeddings" is the input of layer 0 (§3.2), "hidden_states" is the MLP's
-            input. "gradient" is an extension that needs no training: V is minus the gradient of the chunk's
-            loss at the layer's output, times a measured scale.
+            input. "gradient" is an extension that needs no training. V is then minus the gradient of the
+            chunk's loss at the layer's output, times a measured scale.
         steps_per_chunk: gradient steps on each chunk's loss, with target="gradient".
         conv: "lookahead" pads the chunk on both sides (taps t-k//2 … t+k//2). "causal" pads it on the left
-            only (no future token). "next" is an extension without a convolution: the next token's source,
-            and zero for a chunk's last token.
+            only (no future token). "next" is an extension without a convolution. The target is then made
+            from the next token's source, and is zero for a chunk's last token.
         kernel_size: taps of the depthwise convolution (appendix C.2: 5).
         clip: a bound on the norm of a chunk's write, or None.
         detach_target: stop the gradient from the target into its source.
-        update_on_decode: also write tokens that are read one at a time into a non-empty cache, as generated
-            ones are.
+        update_on_decode: also write tokens that are read one at a time into a non-empty cache, such as
+            generated tokens.
         update_rule: the matrix that the layer reads. "sum" is the paper's S = Σ VᵀZ. "ridge" (extension) is
             the M that minimizes Σ ‖V - ZMᵀ‖² + λ‖M‖², computed from that sum and the sum of ZᵀZ.
         ridge: λ of update_rule="ridge" (extension).
         whitening: whitened keys (extension), or None for the paper's keys.
-        write_gate: a learned gate weighs each token in the ridge regression, by its whitened key (extension).
-            Irrelevant text then takes up less of the state. The gate starts at 1.
+        write_gate: weigh each token in the ridge regression with a learned gate of its whitened key
+            (extension). Irrelevant text then occupies less of the state. The gate starts at 1.
         normalize_targets: center the target source, and scale it to the size of the layer's residual stream
             (extension). The scale is measured on a text. The center is the mean over the vocabulary for
-            embeddings, over the text for hidden states.
+            embeddings, and over the text for hidden states.
         proj_init: the initial P. "random_diagonal" draws a diagonal per layer (the paper). The others are
-            extensions: "shared_diagonal" is one diagonal for all layers, and "identity" is the identity.
+            extensions. "shared_diagonal" is one diagonal for all layers, and "identity" is the identity.
             "calibrated" is a map from the next token's source to the direction that lowers the loss, measured
             on a text.
         write_norm: "spectral" (extension) divides a chunk's write by its spectral norm, in place of a clip.
@@ -75,8 +75,8 @@ class InPlaceTTTConfig:
             `Session.write_prompt`). Forwards without a cache, as in training, still write chunks.
 
     Raises:
-        InPlaceTTTError: if a value has a wrong type or is out of range. Also if a setting contradicts the
-            others, or is ineffective beside them.
+        InPlaceTTTError: if a value has a wrong type or is out of range. Also if a setting contradicts
+            another one, or has no effect together with the others.
 
     Examples:
         >>> from inplace_ttt import InPlaceTTTConfig, UpdateClip
@@ -304,7 +304,7 @@ class InPlaceTTTConfig:
 
     @property
     def wanting_whole_input(self) -> list[str]:
-        """Names of the active settings that need a token's whole input, so that ranks cannot split it."""
+        """Names of the active settings that need all input features of a token on one rank."""
         target = ["target='gradient'"] if self.target == "gradient" else []
         return [
             *target,
@@ -314,7 +314,7 @@ class InPlaceTTTConfig:
 
     @property
     def needs_calibration(self) -> bool:
-        """True if layers have tensors that are measured on a text (`inplace_ttt.calibration.calibrate`)."""
+        """True if the layers have tensors that `inplace_ttt.calibrate` must measure on a text."""
         return (
             self.target == "gradient"
             or self.whitening is not None
@@ -336,7 +336,7 @@ class InPlaceTTTConfig:
 
     @property
     def starts_as_base(self) -> bool:
-        """True if a fresh conversion equals its base: its convolution is zero, so that it writes zeros."""
+        """True if a fresh conversion equals its base. Its convolution is then zero, and it writes zeros."""
         return self.conv != "next" and self.target != "gradient"
 
     def eta_of(self, position: int) -> float:
@@ -347,6 +347,9 @@ class InPlaceTTTConfig:
 
         Returns:
             η; the same for every layer if `eta` is one number.
+
+        Raises:
+            IndexError: if `eta` has one number per layer, and none for this position.
 
         Examples:
             >>> InPlaceTTTConfig(layers=[6, 12], eta=[0.1, 0.05]).eta_of(1)
@@ -368,11 +371,11 @@ class InPlaceTTTConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> InPlaceTTTConfig:
-        """Makes a config from a mapping of settings, as `to_dict`, a recipe or a config.json has them.
+        """Makes a config from a mapping of settings, such as the result of `to_dict` or a recipe's `ttt`.
 
         Args:
-            values: settings by name. Those left out have the preset `paper`'s values. Tables such as `clip`
-                may be mappings.
+            values: settings by name. Settings that are left out have the values of the preset `paper`. Nested
+                settings such as `clip` may be mappings.
 
         Returns:
             The config.
@@ -409,8 +412,8 @@ class InPlaceTTTConfig:
 
 
 PRESETS: dict[str, InPlaceTTTConfig] = {
-    # arXiv 2604.06169 leaves η, the layer offset and the chunk size of the main runs unstated: here 1, 0 and
-    # 1024.
+    # arXiv 2604.06169 does not state η, the layer offset, or the chunk size of the main runs. The defaults
+    # here are 1, 0 and 1024.
     "paper": InPlaceTTTConfig(),
     # The reference code's recommended configuration.
     "reference": InPlaceTTTConfig(chunk_size=4096, eta=3.0, target="hidden_states"),
@@ -425,14 +428,14 @@ PRESETS: dict[str, InPlaceTTTConfig] = {
         preserve_row_norms=True,
         prompt_write=PromptWrite(),
     ),
-    # Our extension: works without any training. Each chunk takes one gradient step on its own loss, at one
-    # forward and backward per chunk. Upper layers helped more, and the backward ends at the lowest of them.
+    # Our extension: it needs no training. The model makes one gradient step on each chunk's own loss, which
+    # costs one forward and backward per chunk. Upper layers helped more, and they shorten the backward.
     "gradient": InPlaceTTTConfig(layers="upper:6", chunk_size=128, eta=0.03, target="gradient"),
-    # Our extension: the same for a short text. After several readings the model repeats some of its sentences
-    # word for word.
+    # Our extension: the preset `gradient`, set for a short text. After several readings the model repeats
+    # some of the text's sentences word for word.
     "notes": InPlaceTTTConfig(layers="upper:3", chunk_size=32, eta=0.2, target="gradient"),
-    # Our extension: in our measurements it stores the content of a document (docs/results). Conversion
-    # measures its keys and targets on a text.
+    # Our extension: in our measurements it stores the content of a document (docs/results). Its keys,
+    # targets and initial P need tensors that conversion measures on a text.
     "ridge": InPlaceTTTConfig(
         chunk_size=128,
         eta=3.0,

@@ -12,7 +12,7 @@ from .errors import InPlaceTTTError
 ClipMode = Literal["inference", "always"]
 
 _LEAST, _LARGEST = 1e-30, 1e30
-"""Range of numbers that float32 holds, with room for products."""
+"""Smallest and largest allowed magnitude. float32 can represent both, with a margin for products."""
 
 MOST_TOKENS = 2**31 - 1
 
@@ -50,7 +50,8 @@ class UpdateClip:
         mode: "inference" clips in eval mode only (the paper), "always" in training too.
 
     Raises:
-        InPlaceTTTError: if `max_norm` is not a finite number above 0, or `mode` is unknown.
+        InPlaceTTTError: if `max_norm` is not a finite number above 0, `relative` is not a bool, or `mode` is
+            unknown.
 
     Examples:
         >>> from inplace_ttt import InPlaceTTTConfig, UpdateClip
@@ -81,16 +82,17 @@ class KeyWhitening:
     """Whitens keys (extension): k = s (Λ + ρI)^(-1/2) Uᵀ (z - ‖z‖c), with r numbers in place of the h of z.
 
     z is the down-projection's input, and c = E[‖z‖z] / E[‖z‖²] is its center over a calibration text. U and Λ
-    are the r largest directions and variances of z - ‖z‖c. The raw inputs vary in few directions. So raw keys
-    are nearly collinear, and every read returns a mixture of all writes. s makes the mean of ‖k‖² about one.
-    So a key that was written once reads its own target back with a weight of about one.
+    are the r directions of largest variance of z - ‖z‖c, and these variances. Raw inputs vary in few
+    directions. Raw keys are therefore nearly collinear, and every read returns a mixture of all writes. The
+    factor s makes the mean of ‖k‖² about one. A key that was written once then reads its own target back
+    with a weight of about one.
 
     Args:
-        rank: r. An integer is the number of directions, a float up to 1.0 a fraction of the model's width d,
-            and None stands for all h directions.
+        rank: the number r of directions. A float up to 1.0 is a fraction of the model's width d, and None
+            stands for all h directions.
         shrinkage: ρ as a fraction of the mean variance.
-        centered: subtract ‖z‖c. Without it keys are linear in z, so that a session can be exported as a
-            weight (`Session.bake`). U and Λ are then of z itself.
+        centered: subtract ‖z‖c. If False, keys are linear in z, U and Λ are those of z itself, and a session
+            can be exported as a weight (`Session.bake`).
 
     Raises:
         InPlaceTTTError: if a value has a wrong type or is out of range.
@@ -128,8 +130,8 @@ class KeyWhitening:
         """Computes r for one down-projection.
 
         Args:
-            d: its output features.
-            h: its input features.
+            d: output features of the down-projection, the model's width.
+            h: input features of the down-projection.
 
         Returns:
             The number of directions, at most h.

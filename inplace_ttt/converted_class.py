@@ -1,7 +1,8 @@
-"""The class of a converted model: its base's class, which converts itself in `__init__`.
+"""The class of a converted model, a subclass of its base's class that converts itself in `__init__`.
 
-So the model is converted before its weights are loaded. Surgery is imported only where it is used: it imports
-transformers, and this module is loaded while transformers is being imported (`registration`).
+The model is therefore converted before its weights are loaded. `surgery` imports transformers, and this
+module is loaded while transformers is being imported (`registration`). So each function here imports
+`surgery` itself.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ def _converted_class(base: Any, config_class: Any) -> type:
             model, info = base.from_pretrained.__func__(cls, *args, output_loading_info=True, **kwargs)
         finally:
             _loading.reset(token)
-        # a model that cannot generate may lack its head, which is new
+        # a class that cannot generate, such as a classifier, may have a new head that is in no checkpoint
         refuse_lack(model, [name for name in info["missing_keys"] if ".ttt." in name or model.can_generate()])
         if dropped := sorted(name for name in info["unexpected_keys"] if ".ttt." in name):
             raise InPlaceTTTError(
                 f"{_source(model)} has {len(dropped)} tensors of fast weights in layers that its config "
-                f"does not name ({dropped[0]}, …); use config and weights of one checkpoint."
+                f"does not name ({dropped[0]}, …); use the config and the weights of one checkpoint."
             )
         _check_split(model)
         return (model, info) if output_loading_info else model
@@ -60,15 +61,18 @@ def _converted_class(base: Any, config_class: Any) -> type:
         "from_pretrained": classmethod(from_pretrained),
         "initialize_weights": initialize_weights,
         "_load_pretrained_model": staticmethod(_load_pretrained_model),
-        # transformers renames old checkpoints' tensors only for its own code, which this class runs
+        # transformers renames old checkpoints' tensors only for its own classes, and this class is derived
+        # from one
         "is_custom_code": classmethod(lambda cls: False),
     }
-    # transformers chooses losses and label shifts by the base's name
+    # transformers chooses losses and label shifts by the class name, so it must be the base's
     return type(base.__name__, (base,), body)
 
 
 def refuse_lack(model: Any, missing: Iterable[str]) -> None:
-    """Raises InPlaceTTTError if a checkpoint lacks tensors of its model, which then have random values.
+    """Raises InPlaceTTTError if a checkpoint lacks tensors of its model.
+
+    transformers gives such tensors random values.
 
     Args:
         model: the model that the checkpoint was loaded into.
@@ -77,7 +81,7 @@ def refuse_lack(model: Any, missing: Iterable[str]) -> None:
     if lacking := sorted(missing):
         raise InPlaceTTTError(
             f"{_source(model)} lacks {len(lacking)} tensors of a {type(model).__name__} ({lacking[0]}, …): "
-            "half a checkpoint, or one of another class; load it with the class in its config.json, or "
+            "it is half a checkpoint, or one of another class; load it with the class in its config.json, or "
             "download or convert the base again."
         )
 
@@ -89,14 +93,14 @@ def _source(model: Any) -> str:
 def _convert(model: Any) -> None:
     from .surgery import convert, is_converted
 
-    if not is_converted(model):  # otherwise an inner model has converted itself
+    if not is_converted(model):  # an inner model may have converted itself already
         convert(model, InPlaceTTTConfig.from_dict(model.config.inplace_ttt["config"]))
 
 
 def _start(model: Any) -> None:
-    """Initializes new parameters that were on the meta device and that no checkpoint has filled.
+    """Initializes new parameters that were on the meta device and are in no checkpoint.
 
-    transformers does the same with the base's.
+    transformers does the same with the base's parameters.
     """
     from .surgery import SEED, fast_weights, initial_std
 
@@ -127,7 +131,7 @@ followers.append(_register)
 
 
 def __getattr__(name: str) -> type:
-    """Returns the class made for a base, by the base's class name, so that a pickled model can be loaded."""
+    """Returns the converted class of the base class `name`. Unpickling a converted model needs it."""
     base: Any = getattr(transformers, name, None) if not name.startswith("_") else None
     kinds = base.__mro__ if isinstance(base, type) else ()
     if transformers.PreTrainedModel in kinds and base.config_class is not None:

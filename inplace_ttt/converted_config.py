@@ -1,16 +1,17 @@
-"""The config of a converted model: its own model_type on disk, the base's model_type in memory.
+"""The config of a converted model, with its own model_type on disk and the base's model_type in memory.
 
-On disk, with the base's model_type, a folder would load silently as the base, without its TTT tensors. So
-three settings of config.json differ:
+With the base's model_type on disk, transformers would silently load a folder as the base, without its TTT
+tensors. So three settings of config.json differ from the base's:
 
 - `model_type` is `inplace_ttt`, with a shim file that names the package to install.
 - `architectures` names our classes.
 - `layer_types`, which every model's config checks, holds a message in place of its value. A class of the
-  base that loads the folder raises an error with this message. A resuming Trainer reads the file as a plain
-  config, which checks `layer_types` only beside `num_hidden_layers`. So the latter is in our section.
+  base that loads the folder raises an error with this message.
+- `num_hidden_layers` is in our section. A resuming Trainer reads the file as a plain config, which would
+  check `layer_types` against it.
 
-In memory the config keeps the base's model_type, since Liger, PEFT and others look models up by it. Importing
-`inplace_ttt` registers one model_type. The classes for each base are made when a config asks for them
+In memory the config has the base's model_type, since Liger, PEFT and others look models up by it. Importing
+`inplace_ttt` registers one model_type. The classes for a base are made when the first config needs them
 (`converted_class`). Existing model_types are unchanged.
 """
 
@@ -34,25 +35,28 @@ from .config import InPlaceTTTConfig
 from .errors import InPlaceTTTError
 from .files.schema import Open, from_values
 
-MODEL_TYPE = "inplace_ttt"
+MODEL_TYPE, ADAPTER_TYPE = "inplace_ttt", "inplace_ttt_adapter"
 _PREFIX = "InPlaceTTT"
 _SHIM_MODULE = "configuration_inplace_ttt"
 SHIM_FILE = f"{_SHIM_MODULE}.py"
 _SHIM = '''"""Loads this checkpoint's classes from inplace-ttt (its checkout: pip install -e .)."""
 
+from inplace_ttt.adapter_class import AdapterConfig  # noqa: F401
 from inplace_ttt.converted_config import InPlaceTTTModelConfig  # noqa: F401
 '''
 _GUARD, _COUNT = "layer_types", "num_hidden_layers"
 _SIGN = "this is an In-Place TTT checkpoint"
-"""The beginning by which the message in place of `layer_types` is recognized, whatever follows."""
+"""The beginning of the message in `layer_types`. It identifies the message if the rest differs."""
 _NOT_THE_BASE = [
     f"{_SIGN}, which a class of its base would load without its fast weights: import inplace_ttt "
     "(in its checkout, pip install -e .) and load it with inplace_ttt.load or an Auto class of transformers"
 ]
 
 followers: list[Callable[[type[PreTrainedConfig], type[PreTrainedConfig]], None]] = []
-"""Functions that are called with a base's config class and the class made for it. `converted_class` adds one
-that makes the model classes."""
+"""Functions called with a base's config class and the converted config class made for it.
+
+`converted_class` adds a function that makes the model classes.
+"""
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ class BaseModel(Open):
 class _Section:
     """The section `inplace_ttt` of config.json.
 
-    `InPlaceTTTConfig.from_dict` checks `config`, and `Full.declared_deviations` its own list.
+    `InPlaceTTTConfig.from_dict` checks `config`, and `Full.declared_deviations` checks `declared_deviations`.
     """
 
     base_model_type: str
@@ -83,7 +87,7 @@ def checked_section(values: Mapping[str, Any], where: Any) -> Mapping[str, Any]:
     """Returns the section `inplace_ttt` of a converted model's config.json.
 
     Args:
-        values: of config.json.
+        values: contents of config.json.
         where: name of the file, for the message.
 
     Raises:
@@ -117,7 +121,7 @@ class InPlaceTTTModelConfig(PreTrainedConfig):
 
 
 class _CarriesTTT:
-    """Mixin for a base's config class: the base's model_type in memory, ours on disk."""
+    """Mixin for a base's config class. It has the base's model_type in memory, and ours on disk."""
 
     base_class: type[PreTrainedConfig]
     inplace_ttt: dict[str, Any]
@@ -147,16 +151,16 @@ def on_disk(values: dict[str, Any]) -> dict[str, Any]:
     return {
         **{name: value for name, value in _with_our_names(values).items() if name != _COUNT},
         "model_type": MODEL_TYPE,
-        "auto_map": {"AutoConfig": f"{_SHIM_MODULE}.{InPlaceTTTModelConfig.__name__}"},
+        "auto_map": auto_map(InPlaceTTTModelConfig.__name__),
         _GUARD: _NOT_THE_BASE,
         MODEL_TYPE: {**values.get(MODEL_TYPE, {}), **known},
     }
 
 
 def in_memory(values: Mapping[str, Any], base: type[PreTrainedConfig]) -> dict[str, Any]:
-    """Returns the config's values from a converted model's config.json, the inverse of `on_disk`.
+    """Returns the values of the config from a converted model's config.json. It is the inverse of `on_disk`.
 
-    The values of a base's config.json are unchanged.
+    The values of a base's config.json are returned unchanged.
     """
     if MODEL_TYPE not in values:
         return dict(values)
@@ -164,7 +168,7 @@ def in_memory(values: Mapping[str, Any], base: type[PreTrainedConfig]) -> dict[s
     kept, count, plain = section.pop(_GUARD, None), section.pop(_COUNT, None), _with_our_names(values)
     if count is not None:
         plain.setdefault(_COUNT, count)
-    if _is_guarded(values):  # otherwise a user removed the guard, or set other layer types
+    if _is_guarded(values):  # False if a user removed the guard, or set other layer types
         del plain[_GUARD]
         plain |= {} if kept is None else {_GUARD: kept}
     plain.pop("auto_map", None)
@@ -176,7 +180,7 @@ def in_memory(values: Mapping[str, Any], base: type[PreTrainedConfig]) -> dict[s
 
 
 def of_the_base(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the base's config.json from a converted model's; a base's own is unchanged."""
+    """Returns the base's config.json from a converted model's. A base's config.json is returned unchanged."""
     if MODEL_TYPE not in values:
         return dict(values)
     plain = in_memory(values, CONFIG_MAPPING[values[MODEL_TYPE]["base_model_type"]])
@@ -206,8 +210,13 @@ def section(base_model_type: str, config: InPlaceTTTConfig) -> dict[str, Any]:
     return {"base_model_type": base_model_type, "config": config.to_dict()}
 
 
+def auto_map(config_class: str) -> dict[str, str]:
+    """Returns config.json's `auto_map`, by which `trust_remote_code` finds a config class of this package."""
+    return {"AutoConfig": f"{_SHIM_MODULE}.{config_class}"}
+
+
 def write_shim(folder: str | os.PathLike[str]) -> None:
-    """Writes the module through which transformers loads our classes (`trust_remote_code`)."""
+    """Writes the module from which transformers loads our classes with `trust_remote_code`."""
     (Path(folder) / SHIM_FILE).write_text(_SHIM, encoding="utf-8")
 
 
@@ -234,7 +243,7 @@ def auto_classes() -> list[Any]:
 def _publish(carrying: Any) -> None:
     """Makes the model classes attributes of transformers (`InPlaceTTT<name>`), for look-ups by architecture.
 
-    transformers may be imported twice in a process; both modules get them.
+    transformers may be imported twice in a process. Both modules then receive the attributes.
     """
     for made in {auto._model_mapping[carrying] for auto in auto_classes() if carrying in auto._model_mapping}:
         for module in (transformers, sys.modules["transformers"]):
@@ -260,7 +269,7 @@ def unmarked(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def __getattr__(name: str) -> type:
-    """Returns the class made for a base by its name InPlaceTTT<config>, so that a pickled config loads."""
+    """Returns the converted class `InPlaceTTT<config>` of a base. Unpickling a config needs it."""
     base: Any = getattr(transformers, name.removeprefix(_PREFIX), None) if name.startswith(_PREFIX) else None
     if isinstance(base, type) and issubclass(base, PreTrainedConfig):
         return carrying_class(base)

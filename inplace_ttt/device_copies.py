@@ -1,4 +1,4 @@
-"""Copies from the host to a device, for the op's bookkeeping and for the kernels."""
+"""Copies index tensors from the host to a device, for the op and its kernels."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor
 
 
 def on_device(host: Tensor, device: torch.device) -> Tensor:
-    """Returns a copy of a host tensor on a device, which every stream may read.
+    """Returns a copy of a host tensor on a device. Every CUDA stream may read the copy.
 
-    On a GPU the host waits for this copy alone, not for the device's queued work.
+    On a GPU the host waits for this copy alone, and not for the work queued on the device.
     """
     if device.type != "cuda":
         return host.to(device)

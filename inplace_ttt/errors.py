@@ -1,4 +1,4 @@
-"""Exceptions whose messages give the problem, its place, and the remedy."""
+"""Exceptions whose messages state the problem, its place, and the remedy."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ from typing import Any
 
 
 class InPlaceTTTError(ValueError):
-    """Reports bad input or an impossible request. The message is one sentence, with a remedy.
+    """Reports bad input or an impossible request.
 
-    It is a ValueError. The command line prints its message and exits with `exit_code`.
+    It is a ValueError. Its message is one sentence that names the problem and usually a remedy. The command
+    line prints the message and exits with `exit_code`.
+
+    Attributes:
+        exit_code: exit status of the command line, 2.
 
     Examples:
         >>> from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError
@@ -27,23 +31,25 @@ class InPlaceTTTError(ValueError):
 
 
 class NotSoError(InPlaceTTTError):
-    """A property that a command verifies does not hold."""
+    """Reports that a command's check failed, such as `inplace-ttt audit` on an undeclared deviation."""
 
     exit_code = 1
 
 
 def how_to_install(extra: str) -> str:
-    """Returns the end of an error about a missing package. It names a checkout, since no index has
-    `inplace-ttt` yet."""
+    """Returns the end of an error message about a missing package.
+
+    The command names a checkout, since no package index has `inplace-ttt` yet.
+    """
     return f"in a checkout of inplace-ttt, pip install -e '.[{extra}]'"
 
 
 TRACEBACK = "INPLACE_TTT_TRACEBACK"
-"""Environment variable. If it is set, an error's traceback is printed above its line."""
+"""Environment variable. If it is set, the command line also prints an error's traceback."""
 
 
 def refused_by_system(error: OSError) -> str | None:
-    """Returns one sentence about a file that the system refuses; None if the error names no file."""
+    """Returns a message about a file that the system cannot use; None if the error names no file."""
     if not isinstance(error.filename, (str, bytes)) or error.strerror is None:
         return None
     name = (
@@ -61,8 +67,8 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 def one_line(error: BaseException, *, kind: bool = True) -> str:
     """Returns a third party's error as one line of at most 400 characters.
 
-    This is the first line of its message, and the next line if the first ends in a colon. The error's type
-    comes first if the message alone is hard to understand.
+    The result is the first line of the error's message, and the next line if the first ends in a colon. The
+    error's type comes first if the message alone is hard to understand.
 
     Args:
         kind: False if the sentence around it already names the type.

@@ -1,4 +1,7 @@
-"""The places of layers, attention and MLP in each model family. A new family is a new row."""
+"""The module paths of layers, attention and MLP in each model family.
+
+To support a new family, add a row to `FAMILIES`.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,14 @@ from .errors import InPlaceTTTError
 logger = logging.getLogger(__name__)
 
 CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
-"""Name of a model's argument for a cache, and of its output's field: `cache` from transformers 5.24 on."""
+"""Name of a model's argument and output field for the cache. It is `cache` from transformers 5.24 on."""
 
 CACHE_NAMES = ("cache", "past_key_values", "layer_past")
-"""All names of a cache's argument: from 5.24 on; before, and still accepted; in some families' attention."""
+"""All names of the argument for a cache.
+
+The first is used from transformers 5.24 on. The second is the name before, which is still accepted. The third
+occurs in the attention of some families.
+"""
 
 
 def cache_in(arguments: Mapping[str, Any]) -> Any:
@@ -35,7 +42,7 @@ class Family:
     """Module paths of a model family.
 
     Attributes:
-        layers: the list of decoder layers, from the text decoder. The other paths start at a layer.
+        layers: path from the text decoder to its list of layers. The other paths start at a layer.
         attention: the attention module.
         mlp: the module whose first argument is the MLP's input.
         down_proj: the last linear map of the MLP.
@@ -124,16 +131,16 @@ class Decoder:
             others = ", ".join(map(str, self.layers))
             raise InPlaceTTTError(
                 f"layers {refused} of {type(self.base).__name__} have routed experts alone, whose "
-                "down-projections see only some of the tokens; layers with a dense MLP or a shared expert: "
-                f"{others or 'none'}."
+                "down-projections see only some of the tokens; choose from the layers with a dense MLP or a "
+                f"shared expert: {others or 'none'}."
             )
 
 
 def locate(model: PreTrainedModel) -> Decoder:
     """Finds the text decoder of a model, its layers, and their attention, MLP and down-projection.
 
-    In a vision-language model the text decoder is that of the language model. In a mixture of experts, the
-    MLPs are those of dense layers, and the shared experts.
+    A vision-language model has its text decoder inside its language model. In a mixture of experts, the MLP
+    is that of a dense layer, or the shared expert.
 
     Args:
         model: a model of transformers.
@@ -176,7 +183,7 @@ def locate(model: PreTrainedModel) -> Decoder:
 
 
 def is_listed(base: PreTrainedModel) -> bool:
-    """Returns True if a text decoder's family is in the table, and so in the tests of every law."""
+    """Returns True if a text decoder's family is in the table. The tests of all laws cover such families."""
     return base.config.model_type in FAMILIES
 
 
@@ -206,13 +213,13 @@ def _check_past(base: PreTrainedModel) -> None:
     taken = inspect.signature(base.forward).parameters
     if "use_cache" in taken and CACHE not in taken:
         raise InPlaceTTTError(
-            f"{type(base).__name__} keeps its past in a state of its own and not in {CACHE}, where the "
-            "fast weight would be kept; In-Place TTT needs a transformer with a cache."
+            f"{type(base).__name__} keeps its past in a state of its own and not in {CACHE}, which would "
+            "also store the fast weight; In-Place TTT needs a transformer with a cache."
         )
 
 
 def _detect(base: PreTrainedModel) -> tuple[str, str]:
-    """Returns the paths of a decoder's list of layers, and of a layer's attention, found by structure."""
+    """Finds the path of a decoder's list of layers, and the path of a layer's attention, by structure."""
     name, text = type(base).__name__, base.config.get_text_config()
     layers, blocks = next(_layer_lists(base), (None, None))
     if layers is None or blocks is None:
@@ -233,7 +240,7 @@ def _is_attention(child: str) -> bool:
 
 
 def _detect_mlp(base: PreTrainedModel, block: nn.Module, where: str, family: Family) -> Family | None:
-    """Finds a layer's dense MLP or shared expert, by its linear map back to the hidden size.
+    """Finds a layer's dense MLP or shared expert. Its last linear map leads to the hidden size.
 
     Args:
         base: the text decoder.
@@ -261,8 +268,8 @@ def _detect_mlp(base: PreTrainedModel, block: nn.Module, where: str, family: Fam
         return None
     if len(down) != 1:
         raise InPlaceTTTError(
-            f"{where} of {name} lacks a single map to the hidden size outside attention; linear maps: "
-            f"{', '.join(linears) or 'none'}."
+            f"{where} of {name} lacks a single map to the hidden size outside attention; its linear maps "
+            f"are: {', '.join(linears) or 'none'}."
         )
     width = linears[down[0]][0]
     up = [
@@ -270,8 +277,8 @@ def _detect_mlp(base: PreTrainedModel, block: nn.Module, where: str, family: Fam
     ]
     if not up:
         raise InPlaceTTTError(
-            f"{where} of {name} lacks a map from the hidden size to the {width} that {down[0]} takes; is "
-            "its MLP dense?"
+            f"{where} of {name} lacks a map from the hidden size to the {width} inputs of {down[0]}; is its "
+            "MLP dense?"
         )
     parent = down[0].rpartition(".")[0]
     mlp = parent if parent and up[0].startswith(f"{parent}.") else up[0]
@@ -281,7 +288,7 @@ def _detect_mlp(base: PreTrainedModel, block: nn.Module, where: str, family: Fam
 def auto_class(config: PreTrainedConfig) -> Any:
     """Returns the Auto class that builds a config's language model.
 
-    The model has its vision tower if `architectures` names such a model.
+    The language model has a vision tower if the config's `architectures` names a vision-language model.
     """
     kinds = (AutoModelForCausalLM, AutoModelForImageTextToText)
     built = {kind: kind._model_mapping[type(config)] for kind in kinds if type(config) in kind._model_mapping}
@@ -294,7 +301,7 @@ def auto_class(config: PreTrainedConfig) -> Any:
 
 
 def attention_kinds(text: PreTrainedConfig) -> list[str]:
-    """Returns the kind of each layer's attention, by transformers' names."""
+    """Returns the kind of attention of each layer, such as "full_attention"."""
     every = "sliding_attention" if getattr(text, "sliding_window", None) else "full_attention"
     return getattr(text, "layer_types", None) or [every] * text.num_hidden_layers
 

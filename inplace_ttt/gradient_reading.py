@@ -1,21 +1,21 @@
-"""Reading with `target: gradient` (extension): each chunk takes one step of its own loss, and later chunks
-read the changed weight.
+"""Reading with `target: gradient` (extension).
 
-For one document, with the KV cache of earlier tokens as a constant:
+The model makes one gradient step on each chunk's own loss, and later chunks read the changed weight. For one
+document, with the KV cache of earlier tokens as a constant:
 
     o_t = W0 z_t + η M_i k_t              each token of chunk i, in each TTT layer; M_i is the matrix that the
                                           rule reads from the state S_i
-    L_i = Σ_t -log p(x_{t+1} | x_≤t)      over the chunk's tokens except the last, whose next token is outside
+    L_i = Σ_t -log p(x_{t+1} | x_≤t)      over the chunk's tokens except the last; its next token is outside
     V_t = -gain ∂L_i/∂o_t                 with S_i as a constant
     S_{i+1} = S_i + the rule's write of (k_t, V_t)
 
-An incomplete chunk writes nothing. With `steps_per_chunk` above 1 the last three lines are repeated, each
-time with the state after the step before. Later tokens attend to the chunk's first reading.
+An incomplete chunk writes nothing. With `steps_per_chunk` above 1 the last three lines are repeated. Each
+step then starts from the state after the step before. Later tokens attend to the KV cache of the first step.
 
-A forward into a cache is cut wherever a chunk of any row ends. A piece that is one whole chunk of every row
-runs with gradients. Other pieces run without, and each chunk that they complete runs again behind the same KV
-cache. A forward without a cache, in training or of packed rows, finds the targets in the same way. It then
-reads in one parallel forward.
+A forward into a cache is cut into pieces wherever a chunk of any row ends. A piece that is one whole chunk of
+every row runs with gradients. Other pieces run without gradients. If such a piece completes a chunk, the
+chunk runs again with gradients, after the same KV cache. Training and packed rows use no cache. Their targets
+are computed first, in the same way, and one parallel forward then reads all chunks.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from .layout import ChunkLayout, Span, document_starts
 
 
 class ReadsByGradient:
-    """Mixin for a base model's own class, whose calls then read in pieces."""
+    """Mixin for the class of a base model. It makes the model's forward read in pieces."""
 
     reading: GradientReading
 
@@ -91,7 +91,7 @@ class GradientReading:
     """The reading of one model with `target: gradient`.
 
     Args:
-        lm: the model with its head, which gives the loss.
+        lm: the model with its head, which computes the loss.
         base: the model below the head.
     """
 
@@ -112,7 +112,7 @@ class GradientReading:
         """
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
-                # autograd saves no tensor of inference mode
+                # autograd cannot save tensors made in inference mode
                 return self.read(
                     call, tuple(map(_normal, args)), {name: _normal(value) for name, value in kwargs.items()}
                 )
@@ -131,7 +131,8 @@ class GradientReading:
     def _wants_whole(self, given: dict[str, Any], steps: GradientSteps) -> bool:
         """Returns True if rows are read in one forward.
 
-        This is so in training, for packed rows, if parameters need gradients, and if an observer is set.
+        That is the case in training, for packed rows, if parameters need gradients, and if an observer is
+        set.
         """
         if self.base.training or cache_in(given) is not None or given.get("use_cache"):
             return bool(self.base.training)
@@ -142,31 +143,31 @@ class GradientReading:
         return _is_packed(given) or observed or (learns and steps.count == 1)
 
     def _refuse_parts(self, steps: GradientSteps) -> None:
-        """Refuses ranks that share rows or parameters, since each document's gradient needs all of both.
+        """Raises InPlaceTTTError if ranks share rows or parameters, or no gradient passes through the
+        weights.
 
-        Refuses weights through which no gradient passes, too.
+        The gradient of a document needs the whole row and all parameters on one rank.
         """
         if not self._has_gradients and packs_for_inference(self.lm):
             raise InPlaceTTTError(
-                "target='gradient' takes gradients through the weights, and bitsandbytes packs 4-bit weights "
-                "for inference on this CPU; load the base in 8 bits or unquantized, or use a GPU."
+                "target='gradient' computes gradients through the weights, but bitsandbytes packs 4-bit "
+                "weights for inference on this CPU; load the base in 8 bits or unquantized, or use a GPU."
             )
         self._has_gradients = True
         if steps.first.hooks.model.group is not None or (self.base.training and ulysses_group() is not None):
             raise InPlaceTTTError(
-                "target='gradient' reads whole rows, and here ranks share them; give each rank rows of its "
-                "own."
+                "target='gradient' reads whole rows, but here ranks share them; give each rank its own rows."
             )
         if self.base.training and any(
             is_partitioned(p) or hasattr(p, "device_mesh") for p in self.lm.parameters()
         ):
             raise InPlaceTTTError(
-                "with target='gradient' ranks read unequal numbers of chunks, so that they cannot share "
+                "with target='gradient' ranks read unequal numbers of chunks, so they cannot share "
                 "parameters (ZeRO-3, FSDP); use DDP, or DeepSpeed's ZeRO stage 2."
             )
 
     def _read_whole(self, given: dict[str, Any], steps: GradientSteps) -> Any:
-        """Reads whole rows in one forward. The targets are computed before it, and are constants in it."""
+        """Computes the targets, then reads whole rows in one forward, in which the targets are constants."""
         if cache_in(given) is not None:
             raise InPlaceTTTError(
                 "target='gradient' trains on whole rows, without a cache; pass use_cache=False, or call "
@@ -183,8 +184,8 @@ class GradientReading:
     def _targets(self, given: dict[str, Any], steps: GradientSteps) -> dict[int, Tensor]:
         """Returns the targets V [B, T, d] of each layer, by its index, for a forward of whole rows.
 
-        They are zero for tokens whose writes no later token reads. Documents are read side by side as the
-        rows of a batch, each from its first token, the longest first. Documents that end leave the batch.
+        Targets are zero for tokens whose writes no later token reads. The documents are read as the rows of
+        one batch, from their first tokens, sorted by length. A document that ends leaves the batch.
         """
         ids, positions = given["input_ids"], given.get("position_ids")
         chunk = steps.first.chunk_size
@@ -196,7 +197,7 @@ class GradientReading:
             spans.sort(key=lambda span: span[1] - span[2])
         cache, found = DynamicCache(config=self.base.config.get_text_config()), dict[int, Tensor]()
         refuse_other_layers(cache)
-        # a clip depends on the training mode of its layer
+        # the TTT layers keep their training mode, since their clip depends on it
         others = [m for m in self.lm.modules() if m.training and not isinstance(m, FastWeight)]
         for number in itertools.count():
             reading = [
@@ -299,7 +300,7 @@ def _spans(ids: Tensor, mask: Tensor | None, past: int) -> list[Span]:
 
 
 def _borders(spans: list[Span], filled: list[int], chunk: int) -> Iterator[int]:
-    """Yields the places where a chunk of some row ends."""
+    """Yields the positions at which a chunk of any row ends."""
     for (start, stop), held in zip(spans, filled, strict=True):
         yield from range(start + chunk - held, stop + 1, chunk)
 
@@ -308,7 +309,7 @@ def _refuse_what_has_no_ids(given: dict[str, Any]) -> None:
     mask = given.get("attention_mask")
     if given.get("input_ids") is None or given.get("inputs_embeds") is not None:
         raise InPlaceTTTError(
-            "target='gradient' predicts token ids, and this forward has embeddings; pass input_ids alone."
+            "target='gradient' predicts token ids, but this forward has embeddings; pass input_ids alone."
         )
     if mask is not None and not (isinstance(mask, Tensor) and (mask.dim() == 2 or mask.is_meta)):
         raise InPlaceTTTError(
@@ -316,13 +317,13 @@ def _refuse_what_has_no_ids(given: dict[str, Any]) -> None:
         )
     if given.get("output_attentions"):
         raise InPlaceTTTError(
-            "target='gradient' reads in pieces, whose attentions do not fit together; leave "
+            "target='gradient' reads in pieces, whose attention weights cannot be joined; leave "
             "output_attentions out."
         )
 
 
 def _is_packed(given: dict[str, Any]) -> bool:
-    """Returns True if rows hold several documents. Rows on the meta device (`plan`) count as such."""
+    """Returns True if rows hold several documents. For rows on the meta device (`plan`) it is True."""
     positions = given.get("position_ids")
     if given.get("cu_seq_lens_q") is not None or given["input_ids"].is_meta:
         return True

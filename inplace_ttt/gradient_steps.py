@@ -31,7 +31,7 @@ class GradientSteps:
     """The gradient steps of one model.
 
     Attributes:
-        lm: the model with its head, which gives the loss.
+        lm: the model with its head, which computes the loss.
         call: the base's own `__call__`.
         layers: the TTT layers by index.
     """
@@ -109,15 +109,15 @@ class GradientSteps:
             stream.close_chunks(rows, before[index])
 
     def _again(self, piece: dict[str, Any], cache: Cache, rows: list[int]) -> Tape:
-        """Reads the complete chunks of these rows again, with gradients, behind the KV cache before them.
+        """Reads the complete chunks of these rows again, with gradients, after the KV cache before them.
 
         Raises InPlaceTTTError if a chunk contains padding, or tokens that were read with TTT off.
         """
         first, tape = first_stream(cache), Tape()
         if any(first.rows[row].unbroken < first.chunk_size for row in rows):
             raise InPlaceTTTError(
-                "a chunk has padding or tokens read with TTT off among its tokens, so that its gradient "
-                "cannot be computed; pad at the left, and read a text with TTT on."
+                "a chunk has padding or tokens read with TTT off among its tokens, so its gradient cannot be "
+                "computed; pad at the left, and read a text with TTT on."
             )
         ids, positions = (
             torch.stack(parts) for parts in zip(*(first.tokens_of(row) for row in rows), strict=True)
@@ -155,7 +155,7 @@ def first_stream(cache: Cache) -> GradientStream:
 
 
 def _before_chunk(cache: Cache, rows: list[int], chunk: int, tape: Tape) -> Cache:
-    """Returns some rows of a cache without their last `chunk` tokens. Its streams only read."""
+    """Returns some rows of a cache without their last `chunk` tokens. Its streams read and do not write."""
     before = copy.copy(cache)
     before.layers = [copy.copy(layer) for layer in cache.layers]
     every = rows == [*range(first_stream(cache).batch)]
@@ -172,12 +172,12 @@ def _before_chunk(cache: Cache, rows: list[int], chunk: int, tape: Tape) -> Cach
 def refuse_other_layers(cache: Cache) -> None:
     """Raises InPlaceTTTError for caches that cannot drop a chunk.
 
-    These are static, quantized and indexed caches, and states of linear attention.
+    Static, quantized and indexed caches cannot, nor can the states of linear attention.
     """
     for layer in cache.layers:
         plain = plain_class(layer)
         if plain is not DynamicLayer and not issubclass(plain, DynamicSlidingWindowLayer):
             raise InPlaceTTTError(
-                "target='gradient' reads again behind plain keys and values, and this cache has a "
+                "target='gradient' reads a chunk again and needs plain keys and values, but this cache has a "
                 f"{plain.__name__}; use a DynamicCache."
             )

@@ -1,4 +1,4 @@
-"""Logits of a few hundred tokens at a time, since all logits of long rows would dominate the memory."""
+"""Logits of a few hundred tokens at a time, since all logits of long rows would need most of the memory."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from .ops import state_dtype
 from .tasks import IGNORED
 
 _AT_ONCE = 1 << 26
-"""Number of logits computed at a time. In float32, with their probabilities, they take half a gigabyte."""
+"""Number of logits computed at a time. In float32, with their probabilities, they need half a gigabyte."""
 
 _paths: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-"""Path of each model's base, kept because finding it takes a walk over all modules."""
+"""Path of each model's base. It is kept because a search would visit all modules."""
 
 _changing_forward = Lock()
 
@@ -34,7 +34,7 @@ def tokens_at_once(model: nn.Module, rows: int) -> int:
 
 
 def head_logits(model: nn.Module, read: Any, hidden: Tensor, ids: Tensor) -> Tensor:
-    """Returns the logits of hidden states, from the head and all that the family computes after it.
+    """Returns the logits of hidden states. It runs the head, and all that the family computes after the head.
 
     Args:
         model: a causal LM.
@@ -46,7 +46,7 @@ def head_logits(model: nn.Module, read: Any, hidden: Tensor, ids: Tensor) -> Ten
         The logits [B, n, V].
     """
     lm = causal_lm(model)
-    # a view into a row would be multiplied as a batch, for which the head's weight is copied
+    # torch multiplies a view into a row as a batch, and copies the head's weight for that
     own = hidden.clone(memory_format=torch.contiguous_format)
     with _having_read(lm, _base_of(lm), type(read)(last_hidden_state=own)):
         return lm(input_ids=ids, use_cache=False).logits
@@ -55,7 +55,8 @@ def head_logits(model: nn.Module, read: Any, hidden: Tensor, ids: Tensor) -> Ten
 def loss_gradient(lm: nn.Module, read: Any, ids: Tensor) -> Tensor:
     """Returns the gradient of the rows' summed loss at the base model's output.
 
-    It is computed for a few hundred tokens at a time. Nothing follows a row's last token, which is left out.
+    It is computed for a few hundred tokens at a time. The loss leaves out a row's last token, which has no
+    next token.
 
     Args:
         lm: a causal LM.
@@ -87,11 +88,13 @@ def _base_of(lm: Any) -> nn.Module:
 
 
 class _StandIn:
-    """A base model's forward that returns a thread's entry of `outputs`, and runs as usual for other
-    threads."""
+    """A replacement for a base model's forward.
+
+    It returns a thread's entry of `outputs`. For a thread without an entry it runs the forward as usual.
+    """
 
     def __init__(self, base: nn.Module) -> None:
-        update_wrapper(self, base.forward)  # others inspect its arguments
+        update_wrapper(self, base.forward)  # other code inspects the forward's arguments
         self.replaced, self.forward = vars(base).get("forward"), base.forward
         self.outputs: dict[int, Any] = {}
 
@@ -102,7 +105,7 @@ class _StandIn:
 
 @contextmanager
 def _having_read(lm: nn.Module, base: nn.Module, output: Any) -> Iterator[None]:
-    """Makes the base model return `output` in this thread, so that `lm` computes only the part after it."""
+    """Makes the base model return `output` in this thread. `lm` then runs only the part after the base."""
     with _changing_forward:
         stand_in = vars(base).get("forward")
         if not isinstance(stand_in, _StandIn):

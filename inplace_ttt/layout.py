@@ -47,7 +47,8 @@ class ChunkLayout:
         spans: the same documents as int64 [n, 3] on the CPU: row, start and stop.
 
     Raises:
-        InPlaceTTTError: if a document is empty, overlaps another, or exceeds the row.
+        InPlaceTTTError: if a document is empty, overlaps another, or exceeds the row. Also if `chunk_size` is
+            below 1.
 
     Examples:
         >>> from inplace_ttt.layout import ChunkLayout
@@ -82,17 +83,22 @@ class ChunkLayout:
     @classmethod
     @functools.lru_cache(maxsize=16)
     def shared(cls, documents: tuple[tuple[Span, ...], ...], length: int, chunk_size: int) -> ChunkLayout:
-        """Makes one shared layout per set of arguments.
+        """Makes one layout per set of arguments, and returns the same object for equal arguments.
 
-        So its tensors are copied to a device once, and not once per layer.
+        All layers then share the layout, and its tensors are copied to a device only once. The 16 layouts
+        used last are kept.
 
         Args:
-            documents: as of the class.
-            length: as of the class.
-            chunk_size: as of the class.
+            documents: for each row, the spans of its documents, in order.
+            length: T, tokens per row, including padding.
+            chunk_size: tokens per chunk.
 
         Returns:
-            The layout, of which up to 16 are kept.
+            The layout.
+
+        Raises:
+            InPlaceTTTError: if a document is empty, overlaps another, or exceeds the row. Also if
+                `chunk_size` is below 1.
 
         Examples:
             >>> ChunkLayout.shared((((0, 5),),), 5, 2) is ChunkLayout.shared((((0, 5),),), 5, 2)
@@ -130,7 +136,7 @@ class ChunkLayout:
             chunk: the chunk's start and stop in its row.
 
         Returns:
-            True if it has.
+            True if the chunk has exactly `chunk_size` tokens.
 
         Examples:
             >>> layout.is_complete((4, 5))
@@ -142,7 +148,7 @@ class ChunkLayout:
         """Counts the chunks whose write a later token of the same document reads.
 
         Returns:
-            Their number. With 0 of them, the batch cannot train the target generator.
+            The number of such chunks. If it is 0, the batch cannot train the target generator.
 
         Examples:
             >>> ChunkLayout.from_lengths([[3000, 500], [800]], chunk_size=512).writes()  # 5 + 0 + 1
@@ -154,7 +160,7 @@ class ChunkLayout:
         """Numbers the chunks of each row.
 
         Args:
-            device: device of the result, of which a copy is kept.
+            device: device of the result. The layout caches one result per device.
 
         Returns:
             The index of each token's chunk in its row, int32 [B, T]; -1 for padding.
@@ -190,8 +196,8 @@ class ChunkLayout:
             The layout of the part.
 
         Raises:
-            InPlaceTTTError: on all ranks, if T does not divide by `ranks`, or if a border between ranks would
-                cut a chunk in two.
+            InPlaceTTTError: on all ranks, if T is not a multiple of `ranks`, or if a border between ranks
+                would cut a chunk in two.
 
         Examples:
             >>> ChunkLayout.from_lengths([[6, 2]], chunk_size=2).part(rank=1, ranks=2).documents
@@ -199,7 +205,8 @@ class ChunkLayout:
         """
         if self.length % ranks:
             raise InPlaceTTTError(
-                f"rows of {self.length} tokens do not divide by {ranks} ranks; pad them to a multiple of it."
+                f"rows of {self.length} tokens cannot be split evenly over {ranks} ranks; pad them to a "
+                f"multiple of {ranks}."
             )
         width = self.length // ranks
         for border, (row, spans) in itertools.product(
@@ -211,7 +218,7 @@ class ChunkLayout:
                         f"rank {border // width} begins at token {border} of row {row}, "
                         f"{(border - start) % self.chunk_size} tokens into a "
                         f"chunk of {self.chunk_size}; make documents start at multiples of the chunk size, "
-                        f"and T / ranks = {width} a multiple of it."
+                        f"and make T / ranks = {width} a multiple of the chunk size."
                     )
         first, last = rank * width, (rank + 1) * width
         rows = (
@@ -243,10 +250,10 @@ class ChunkLayout:
         links = torch.zeros(self.batch, ranks + 1, ranks + 1, dtype=torch.float64)
         for row, spans in enumerate(self.documents):
             if not spans:
-                links[row, :, 0] = 1  # a row of padding passes its state on
+                links[row, :, 0] = 1  # in a row of padding alone, every rank starts from the initial state
             for number, (start, stop) in enumerate(spans):
                 writers = range(start // width, -(-stop // width))
-                # the document continues there, or starts from a given state
+                # ranks on which the document continues, and the rank where it starts from a given state
                 readers = [r for r in writers if start < r * width or number == 0]
                 if number == len(spans) - 1:
                     readers.append(ranks)
@@ -265,13 +272,14 @@ class ChunkLayout:
         Args:
             lengths: for each row, the tokens of its documents, in order.
             chunk_size: tokens per chunk.
-            length: T; padding fills the rows up to it. None takes the longest row.
+            length: T; padding fills the rows up to it. None stands for the length of the longest row.
 
         Returns:
             The layout.
 
         Raises:
-            InPlaceTTTError: if a document is empty, or the documents of a row exceed `length`.
+            InPlaceTTTError: if a document is empty, the documents of a row exceed `length`, or `chunk_size`
+                is below 1.
 
         Examples:
             >>> ChunkLayout.from_lengths([[3000, 500], [800]], chunk_size=512).documents
@@ -297,6 +305,9 @@ class ChunkLayout:
         Returns:
             The layout, without padding.
 
+        Raises:
+            InPlaceTTTError: if `chunk_size` is below 1.
+
         Examples:
             >>> import torch
             >>> ChunkLayout.from_position_ids(torch.tensor([[0, 1, 2, 0, 1]]), chunk_size=2).documents
@@ -321,7 +332,7 @@ class ChunkLayout:
             The layout.
 
         Raises:
-            InPlaceTTTError: if a row has padding inside its document.
+            InPlaceTTTError: if a row has padding inside its document, or `chunk_size` is below 1.
 
         Examples:
             >>> import torch
@@ -349,13 +360,14 @@ class ChunkLayout:
         Args:
             cu_seqlens: cumulative lengths of the documents, from 0, integers [documents + 1].
             chunk_size: tokens per chunk.
-            length: T; padding fills the row up to it. None takes the last of `cu_seqlens`.
+            length: T; padding fills the row up to it. None stands for the last of `cu_seqlens`.
 
         Returns:
             The layout.
 
         Raises:
-            InPlaceTTTError: if the lengths do not rise from 0, or exceed `length`.
+            InPlaceTTTError: if the lengths do not start at 0, decrease, or exceed `length`. Also if
+                `chunk_size` is below 1.
 
         Examples:
             >>> import torch
@@ -365,7 +377,7 @@ class ChunkLayout:
         ends = cu_seqlens.tolist()
         if len(ends) < 2 or ends[0] != 0 or any(b < a for a, b in itertools.pairwise(ends)):
             raise InPlaceTTTError(
-                f"cu_seqlens must rise from 0 and hold at least two numbers, got {ends[:8]}."
+                f"cu_seqlens must start at 0, never decrease, and have at least two numbers, got {ends[:8]}."
             )
         spans = tuple((a, b) for a, b in itertools.pairwise(ends) if b > a)
         return cls((spans,), ends[-1] if length is None else length, chunk_size)

@@ -1,6 +1,6 @@
-"""Registers converted checkpoints with transformers as soon as transformers is imported.
+"""Registers converted checkpoints with transformers when transformers is imported.
 
-So importing this package stays fast.
+This package need not import transformers itself, so its own import is fast.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-_CLASSES = f"{__package__}.converted_class"
-"""Importing this module registers the model_type."""
+_CLASSES = tuple(f"{__package__}.{name}" for name in ("converted_class", "adapter_class"))
+"""Importing these modules registers the model_types."""
 
 
 class _WithTransformers(MetaPathFinder):
@@ -35,15 +35,20 @@ class _WithTransformers(MetaPathFinder):
             run(module)
             with suppress(ValueError):
                 sys.meta_path.remove(self)
-            importlib.import_module(_CLASSES)
+            _import_classes()
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
 def register() -> None:
-    """Registers now if transformers is imported already, otherwise when it is imported."""
+    """Registers the checkpoints now if transformers is imported already, or else at its import."""
     if "transformers" in sys.modules:
-        importlib.import_module(_CLASSES)
+        _import_classes()
     else:
         sys.meta_path.insert(0, _WithTransformers())
+
+
+def _import_classes() -> None:
+    for name in _CLASSES:
+        importlib.import_module(name)

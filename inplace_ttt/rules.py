@@ -1,8 +1,9 @@
-"""The update rules. Each defines a layer's sums over its chunks, and the matrix that it reads from them.
+"""The update rules. A rule defines a layer's sums over chunks, and the matrix that reads compute from the
+sums.
 
-A rule is data. `ops/reference.py` defines its computation; `ops/forms.py` names the fast code. To add an
-option, add a field here, and a field with the same name and default to `InPlaceTTTConfig`. The config then
-refuses the option under every other rule.
+A rule holds settings only. `ops/reference.py` defines its computation, and `ops/forms.py` names the fast
+code. To add an option, add a field here, and a field with the same name and default to `InPlaceTTTConfig`.
+The config then refuses the option under every other rule.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ WriteNorm = Literal["spectral"]
 
 
 class Rule(ABC):
-    """Base class of the update rules. A rule is hashable and compares by its options."""
+    """Base class of the update rules. A rule is hashable. Two rules are equal if their options are."""
 
     name: ClassVar[str]
     text: ClassVar[str]
-    """The rule as text, for operators that take plain values; `rule_of_text` is the inverse."""
+    """The rule as text, for operators that accept only plain values. `rule_of_text` is the inverse."""
 
     def __post_init__(self) -> None:
         self.check()
@@ -31,20 +32,20 @@ class Rule(ABC):
 
     @classmethod
     def options(cls) -> list[str]:
-        """Returns the names of the rule's options, which are fields of a config too."""
+        """Returns the names of the rule's options. A config has fields of the same names."""
         return [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
 
     @abstractmethod
     def check(self) -> None:
-        """Raises InPlaceTTTError for a value that an option cannot have."""
+        """Raises InPlaceTTTError if an option has an invalid value."""
 
     @abstractmethod
     def check_with(self, config: Any) -> None:
-        """Raises InPlaceTTTError for other settings of a config that do not go with the rule's options."""
+        """Raises InPlaceTTTError if other settings of a config contradict the rule's options."""
 
     @property
     def reads_state(self) -> bool:
-        """True if keys are multiplied with the state itself."""
+        """True if a read multiplies keys with the state itself, and not with a map made from it."""
         return False
 
     @property
@@ -58,7 +59,7 @@ class Rule(ABC):
 
     @abstractmethod
     def wanting_whole_input(self) -> list[str]:
-        """Returns the options that need a token's whole input, so that ranks cannot split it."""
+        """Returns the options that need all input features of a token on one rank."""
 
     @abstractmethod
     def beyond_reference_format(self) -> list[str]:
@@ -73,15 +74,15 @@ class Rule(ABC):
             r: numbers per key.
             chunk: tokens per chunk.
             forwards: the number of forward passes.
-            in_one_product: W0 + ηS is applied in one product, so that a read costs nothing extra.
+            in_one_product: True if W0 + ηS is applied in one product. A read then costs nothing extra.
         """
 
 
 @dataclass(frozen=True)
 class SumRule(Rule):
-    """The paper's rule: a layer keeps S = Σ V_jᵀZ_j [d, r] and reads S itself (Eq. (1)).
+    """The paper's rule. A layer keeps S = Σ V_jᵀZ_j [d, r] and reads S itself (Eq. (1)).
 
-    Its options are extensions of TTT-NTP.
+    All options are extensions from TTT-NTP.
 
     Args:
         write_norm: "spectral" divides a chunk's write by its spectral norm.
@@ -120,8 +121,8 @@ class SumRule(Rule):
     def check_with(self, config: Any) -> None:
         require(
             self.write_norm is None or config.clip is None,
-            "write_norm gives every write one size, which leaves a clip nothing to bound; leave one of "
-            "them out.",
+            "write_norm gives every write one size, which leaves a clip nothing to bound; leave one of them "
+            "out.",
         )
         require(
             not self.preserve_row_norms or config.whitening is None,
@@ -152,7 +153,9 @@ class SumRule(Rule):
 
 @dataclass(frozen=True)
 class RidgeRule(Rule):
-    """Extension: a layer keeps B = Σ V_jᵀZ_j above G = Σ Z_jᵀZ_j, [d + r, r], and reads M = B (G + λI)⁻¹.
+    """The ridge rule (extension). A layer keeps B = Σ V_jᵀZ_j above G = Σ Z_jᵀZ_j in one state [d + r, r].
+
+    It reads M = B (G + λI)⁻¹.
 
     M minimizes Σ ‖V - ZMᵀ‖² + λ‖M‖² over all written tokens.
 
@@ -217,7 +220,7 @@ def rule_of_config(config: Any, defaults: Any) -> Rule:
         defaults: an object with the default of each field.
 
     Raises:
-        InPlaceTTTError: if an option belongs to another rule, or settings do not go together.
+        InPlaceTTTError: if an option belongs to another rule, or settings contradict each other.
     """
     chosen = config.update_rule
     require(chosen in tuple(RULES), f"update_rule must be one of {tuple(RULES)}, got {chosen!r}.")
@@ -225,7 +228,7 @@ def rule_of_config(config: Any, defaults: Any) -> Rule:
         for option in other.options() if name != chosen else []:
             require(
                 getattr(config, option) == getattr(defaults, option),
-                f"{option} belongs to update_rule={name!r}, and the rule is {chosen!r}; set update_rule "
+                f"{option} belongs to update_rule={name!r}, but the rule is {chosen!r}; set update_rule "
                 f"too, or leave {option} out.",
             )
     rule = RULES[chosen](**{option: getattr(config, option) for option in RULES[chosen].options()})

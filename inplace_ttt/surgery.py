@@ -1,4 +1,4 @@
-"""Conversion of a loaded model, and back."""
+"""Conversion of a loaded model, and its reversal."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ SEED = 0
 
 
 def convert(model: AnyModel, config: InPlaceTTTConfig | None = None) -> AnyModel:
-    """Gives a loaded causal LM fast weights, in place (paper §3.1, §3.2).
+    """Adds fast weights to a loaded causal LM, in place (paper §3.1, §3.2).
 
-    The converted model computes the same as before (paper appendix C.3), except with conv="next" or
-    target="gradient". If the config has `needs_calibration`, call `calibrate` next.
+    The converted model computes the same outputs as before (paper appendix C.3), except with conv="next" or
+    target="gradient". If `config.needs_calibration` is True, call `calibrate` next.
 
     Args:
         model: a causal LM of transformers, which may be quantized.
@@ -46,7 +46,8 @@ def convert(model: AnyModel, config: InPlaceTTTConfig | None = None) -> AnyModel
 
     Raises:
         InPlaceTTTError: if the model is not a causal LM, is converted already, or is wrapped by PEFT. Also if
-            a layer does not exist or has only routed experts. A refused model is unchanged.
+            a layer does not exist or has only routed experts, or if target="gradient" meets a model that
+            reads images. A refused model is unchanged.
 
     Examples:
         >>> from transformers import AutoModelForCausalLM, LlamaConfig
@@ -62,7 +63,7 @@ def convert(model: AnyModel, config: InPlaceTTTConfig | None = None) -> AnyModel
     if getattr(model, "peft_config", None):
         raise InPlaceTTTError(
             "PEFT would save this model's adapter without the new parameters; convert the base first, then "
-            'wrap it, with modules_to_save=["ttt"] in its config.'
+            'wrap it with a PEFT config that has modules_to_save=["ttt"].'
         )
     decoder = locate(lm)
     decoder.say_how_found()
@@ -74,7 +75,7 @@ def convert(model: AnyModel, config: InPlaceTTTConfig | None = None) -> AnyModel
         check(decoder.layers[index])
     if config.target == "gradient" and getattr(lm.config, "vision_config", None) is not None:
         raise InPlaceTTTError(
-            "target='gradient' reads text alone, and this model reads images too; choose another target."
+            "target='gradient' reads text alone, but this model reads images too; choose another target."
         )
     _warn_if_nothing_reads(config, lm.config.get_text_config())
     std = initial_std(lm.config)
@@ -150,12 +151,12 @@ def check_behavior(model: nn.Module) -> None:
     bound = 1e-3 * expected.abs().max()
     if (expected - with_later)[:, :-1].abs().max() > bound:
         raise InPlaceTTTError(
-            f"in {type(lm).__name__} tokens see later ones, which would write the tokens to be predicted; "
-            "use a causal LM."
+            f"in {type(lm).__name__} tokens see later ones, so writes would contain the tokens to be "
+            "predicted; use a causal LM."
         )
     if (expected - with_beside)[0].abs().max() > bound:
         raise InPlaceTTTError(
-            f"in {type(lm).__name__} a row's logits depend on the other rows, so that states would mix."
+            f"in {type(lm).__name__} a row's logits depend on the other rows, so their states would mix."
         )
 
 
@@ -168,7 +169,9 @@ def initial_std(config: PreTrainedConfig) -> float:
 
 
 def revert(model: AnyModel) -> AnyModel:
-    """Removes the fast weights, in place. The parameters of the base keep their current values.
+    """Removes the fast weights of a model, in place.
+
+    The parameters of the base keep their current values.
 
     Args:
         model: a converted model.
@@ -245,10 +248,10 @@ def disable_ttt(model: nn.Module) -> Iterator[None]:
     """Switches TTT off for this thread inside the `with` block: the model reads W0, and writes nothing.
 
     Args:
-        model: a converted model; any other model is left as it is.
+        model: a converted model. Any other model is left unchanged.
 
     Returns:
-        A context manager.
+        A context manager, which yields None.
 
     Examples:
         >>> import torch
@@ -270,16 +273,16 @@ def disable_ttt(model: nn.Module) -> Iterator[None]:
 def share_sequence(model: nn.Module, group: ProcessGroup) -> Iterator[None]:
     """Splits rows over ranks inside the `with` block (paper §3.4, Algorithm 1).
 
-    Each rank reads a contiguous, equal part of each row, and passes its part of `position_ids`. Only the fast
-    weight is handled here. Attention must get the other parts by its own means (Ulysses). Training under
-    DeepSpeed's Ulysses does not need this call: its group is found automatically.
+    Each rank reads a contiguous part of each row, of equal length, and passes its part of `position_ids`.
+    This call handles the fast weights alone. Attention needs its own exchange between ranks, such as Ulysses.
+    Training under DeepSpeed's Ulysses does not need this call, since its group is found automatically.
 
     Args:
         model: a converted model.
         group: the process group of the ranks, in the order of their parts.
 
     Returns:
-        A context manager.
+        A context manager, which yields None.
 
     Raises:
         InPlaceTTTError: in a forward inside the block, if a border between ranks cuts a chunk in two, or if
@@ -310,7 +313,7 @@ def _warn_if_nothing_reads(config: InPlaceTTTConfig, text: Any) -> None:
     if context is not None and config.chunk_size >= context:
         _warn_once(
             f"a chunk of {config.chunk_size} tokens is at least as long as the model's context of "
-            f"{context}: no write would ever be read; lower the chunk size"
+            f"{context}, so no write would ever be read; lower the chunk size"
         )
 
 

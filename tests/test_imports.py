@@ -31,7 +31,7 @@ BESIDE = {
     "chat": {"rich", "markdown_it"},  # of typer, which transformers needs
     "kernels": {"triton"},
     "serving": {"vllm", "fastapi", "starlette", "uvloop"},
-    "clients": {"axolotl", "nemo_automodel", "pydantic"},
+    "clients": {"axolotl", "lm_eval", "nemo_automodel", "pydantic"},
 }
 MODULES = sorted(
     m.name

@@ -111,11 +111,11 @@ REFUSED = {
     "row 1 has padding between tokens 0 and 3; pad at the left or the right only": lambda: (
         ChunkLayout.from_attention_mask(torch.tensor([[1, 1, 1], [1, 0, 1]]), 2)
     ),
-    "cu_seqlens must rise from 0 and hold at least two numbers, got [1, 4]": lambda: (
+    "cu_seqlens must start at 0, never decrease, and have at least two numbers, got [1, 4]": lambda: (
         ChunkLayout.from_cu_seqlens(torch.tensor([1, 4]), 2)
     ),
-    "cu_seqlens must rise from 0 and hold at least two numbers, got [0]": lambda: ChunkLayout.from_cu_seqlens(
-        torch.tensor([0]), 2
+    "cu_seqlens must start at 0, never decrease, and have at least two numbers, got [0]": lambda: (
+        ChunkLayout.from_cu_seqlens(torch.tensor([0]), 2)
     ),
     "got [0, 4, 3]": lambda: ChunkLayout.from_cu_seqlens(torch.tensor([0, 4, 3]), 2),
     "row 0 has document 4:9, which is empty, overlaps, or leaves 0:8": lambda: ChunkLayout.from_cu_seqlens(

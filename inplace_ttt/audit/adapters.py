@@ -1,9 +1,9 @@
 """The interface between the probes and a TTT layer.
 
 A probe drives one TTT layer through `AuditedModule`. It passes inputs and a target source, receives outputs,
-and has handles on the fast weight and on the target generator's parameters. A method that the module cannot
-offer raises NotChecked, and the items that need it result in "not checked". To audit another implementation,
-derive from `AuditedModule` and pass an instance to `audit_module`.
+and can access the fast weight and the target generator's parameters. If a module cannot offer a method, that
+method raises NotChecked. The items that need the method then have the verdict "not checked". To audit another
+implementation, derive from `AuditedModule` and pass an instance to `audit_module`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Stream(Protocol):
 
     Optional members:
 
-    - `state`: the tensor that it carries.
-    - `tensors()`: its tensors by name, if it works on other tensors than the module's own.
-    - `take_back(n)`: removes its last n tokens.
+    - `state`: the tensor that the stream carries from piece to piece.
+    - `tensors()`: the stream's tensors by name, if they are not the module's own.
+    - `take_back(n)`: removes the last n tokens.
     - `saved()`: returns a stream restored from the data that a save would write.
     """
 
@@ -34,7 +34,7 @@ class Stream(Protocol):
         """Returns outputs [1, n, d] of the next n tokens; inputs x [1, n, input], target source [1, n, d]."""
 
     def reset(self) -> None:
-        """Clears the stream, so that another sequence can begin."""
+        """Clears the stream. Another sequence can then begin."""
 
 
 class AuditedModule(ABC):
@@ -43,17 +43,24 @@ class AuditedModule(ABC):
     `forward`, `keys`, `fast_weight`, `conv` and `proj` are required. The probes use the other members if they
     are overridden.
 
+    A method that the module cannot offer raises NotChecked. The items that need it then have the verdict
+    "not checked".
+
     Attributes:
-        name: for the report.
+        name: name of the layer in the report.
         input_size: features of an input token.
         d: features of an output token.
         h: features of a key.
         chunk_size: tokens per chunk, as the module declares it.
         eta: η as the module declares it, or None if unknown.
-        ridge: λ if reads come from the least-squares map of all writes, None for the paper's sum.
+        ridge: λ if reads use the least-squares map of all writes, None for the paper's sum.
         whitening: description of the keys that replace Z, or None if the keys are Z.
+        writes_generated: True if tokens that are read one at a time are meant to write; None if unknown.
+        detaches_target: True if the target is meant to pass no gradient to its source; None if unknown.
 
     Examples:
+        The example of `forward` audits this layer.
+
         >>> import torch
         >>> from inplace_ttt.audit import AuditedModule, NotChecked, audit_module
         >>> class Sum(AuditedModule):
@@ -67,12 +74,12 @@ class AuditedModule(ABC):
         ...         if documents is not None or padding is not None:
         ...             raise NotChecked("the layer takes whole rows")
         ...         weight, outputs = self.fast_weight, []
-        ...         for z, v in zip(x.split(12, 1), target.split(12, 1)):
+        ...         for z, v in zip(x.split(self.chunk_size, 1), target.split(self.chunk_size, 1)):
         ...             outputs.append(z @ weight.mT)
         ...             weight = weight + v.mT @ z
         ...         return torch.cat(outputs, 1)
-        >>> audit_module(Sum()).undeclared
-        ['chunk-size', 'conv-size', 'conv-lookahead']
+        >>> layer = Sum()
+        >>> x, target = torch.randn(1, 40, 48).double(), torch.randn(1, 40, 16).double()
     """
 
     name: str
@@ -110,6 +117,12 @@ class AuditedModule(ABC):
 
         Raises:
             NotChecked: if the module lacks an argument for `documents` or `padding`.
+
+        Examples:
+            >>> layer.forward(x, target).shape
+            torch.Size([1, 40, 16])
+            >>> audit_module(layer).undeclared  # the audit calls `forward` and `keys`
+            ['chunk-size', 'conv-size', 'conv-lookahead']
         """
 
     @abstractmethod
@@ -121,6 +134,10 @@ class AuditedModule(ABC):
 
         Returns:
             The keys [..., h].
+
+        Examples:
+            >>> layer.keys(x).shape
+            torch.Size([1, 40, 48])
         """
 
     def features(self, x: Tensor) -> Tensor:
@@ -131,6 +148,10 @@ class AuditedModule(ABC):
 
         Returns:
             Z [..., h].
+
+        Examples:
+            >>> layer.features(x).equal(layer.keys(x))  # the default
+            True
         """
         return self.keys(x)
 
@@ -165,10 +186,14 @@ class AuditedModule(ABC):
         return self.chunk_size
 
     def tensors(self) -> dict[str, Tensor]:
-        """Lists every parameter and buffer, so that a probe can detect changes by a forward.
+        """Lists every parameter and buffer. A probe compares them before and after a forward.
 
         Returns:
             The tensors by name.
+
+        Examples:
+            >>> list(layer.tensors())
+            ['fast weight', 'conv', 'proj']
         """
         found = {"fast weight": self.fast_weight, "conv": self.conv, "proj": self.proj}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
@@ -180,7 +205,11 @@ class AuditedModule(ABC):
             name: its name in `tensors`.
 
         Returns:
-            True if it is or does.
+            True for the fast weight and for every tensor that holds its state.
+
+        Examples:
+            >>> [name for name in layer.tensors() if layer.is_fast(name)]
+            ['fast weight']
         """
         return name == "fast weight"
 
@@ -193,6 +222,10 @@ class AuditedModule(ABC):
 
         Returns:
             The inputs [n, input], float64.
+
+        Examples:
+            >>> layer.inputs(12, torch.Generator().manual_seed(0)).shape
+            torch.Size([12, 48])
         """
         return torch.randn(n, self.input_size, generator=generator, dtype=torch.float64)
 
@@ -207,6 +240,13 @@ class AuditedModule(ABC):
 
         Raises:
             NotChecked: if the adapter does not find them.
+
+        Examples:
+            >>> class Invertible(Sum):
+            ...     def inputs_of(self, keys):
+            ...         return keys  # the keys of `Sum` are its inputs
+            >>> Invertible().inputs_of(torch.eye(48)).shape
+            torch.Size([48, 48])
         """
         raise NotChecked("the adapter does not find inputs for given keys")
 
@@ -221,6 +261,13 @@ class AuditedModule(ABC):
 
         Raises:
             NotChecked: if the adapter does not show the targets.
+
+        Examples:
+            >>> class Open(Sum):
+            ...     def targets(self, target):
+            ...         return target  # the convolution and P of `Sum` are identities
+            >>> Open().targets(target[0]).shape
+            torch.Size([40, 16])
         """
         raise NotChecked("the adapter does not show the targets")
 
@@ -232,6 +279,13 @@ class AuditedModule(ABC):
 
         Raises:
             NotChecked: if the adapter does not switch between them.
+
+        Examples:
+            >>> try:
+            ...     layer.train(True)
+            ... except NotChecked as error:
+            ...     print(error)
+            the adapter does not switch between training and evaluation
         """
         raise NotChecked("the adapter does not switch between training and evaluation")
 
@@ -243,6 +297,13 @@ class AuditedModule(ABC):
 
         Raises:
             NotChecked: if the module takes whole sequences only.
+
+        Examples:
+            >>> try:
+            ...     layer.stream()
+            ... except NotChecked as error:
+            ...     print(error)
+            the module takes whole sequences only, so streaming cannot be compared
         """
         raise NotChecked("the module takes whole sequences only, so streaming cannot be compared")
 
@@ -258,46 +319,81 @@ class AuditedModule(ABC):
 
         Raises:
             NotChecked: if the adapter does not change it.
+
+        Examples:
+            >>> from contextlib import contextmanager
+            >>> class Resizable(Sum):
+            ...     @contextmanager
+            ...     def resized(self, chunk_size):
+            ...         before, self.chunk_size = self.chunk_size, chunk_size
+            ...         try:
+            ...             yield self
+            ...         finally:
+            ...             self.chunk_size = before
+            >>> with Resizable().resized(8) as smaller:
+            ...     smaller.chunk_size
+            8
         """
         raise NotChecked("the adapter does not change the chunk size")
         yield self
 
     @contextmanager
     def single_precision(self) -> Iterator[AuditedModule]:
-        """Computes in float32 inside the context, to measure the effect of rounding.
+        """Switches the layer to float32 inside the context, to measure the effect of rounding.
 
-        The other probes run in the widest dtype that the layer has.
+        Outside it, the probes run in the widest dtype that the layer has.
 
         Yields:
             The same layer in float32.
 
         Raises:
             NotChecked: if the adapter has one precision only.
+
+        Examples:
+            >>> try:
+            ...     with layer.single_precision() as rounded:
+            ...         rounded.forward(x.float(), target.float())
+            ... except NotChecked as error:
+            ...     print(error)
+            the adapter has one precision only
         """
         raise NotChecked("the adapter has one precision only")
         yield self
 
     @contextmanager
     def deployed(self) -> Iterator[AuditedModule]:
-        """Computes inside the context in the precision of the module that the adapter was given.
+        """Switches the layer, inside the context, to the precision of the module given to the adapter.
 
         Yields:
             The same layer in that precision.
 
         Raises:
             NotChecked: if the adapter does not report that precision.
+
+        Examples:
+            >>> try:
+            ...     with layer.deployed() as given:
+            ...         given.forward(x, target)
+            ... except NotChecked as error:
+            ...     print(error)
+            the adapter does not report the precision in which the layer is used
         """
         raise NotChecked("the adapter does not report the precision in which the layer is used")
         yield self
 
     @contextmanager
     def bare(self) -> Iterator[None]:
-        """Sets W0 to zero inside the context, if rounding beside W0 would hide the writes.
+        """Sets W0 to zero inside the context, if rounding next to W0 would hide the writes.
 
-        That is so for a module with one, low precision. The default changes nothing.
+        Override it for a module that runs in one low precision only. The default changes nothing.
 
         Yields:
             None.
+
+        Examples:
+            >>> with layer.bare():
+            ...     bool(layer.fast_weight.any())  # the default keeps W0
+            True
         """
         yield
 
@@ -314,15 +410,27 @@ class AuditedModule(ABC):
 
         Raises:
             NotChecked: if the module cannot spread a sequence over ranks.
+
+        Examples:
+            >>> try:
+            ...     layer.ranks(x[:, :24], target[:, :24], parts=2)
+            ... except NotChecked as error:
+            ...     print(error)
+            the module cannot spread a sequence over ranks
         """
         raise NotChecked("the module cannot spread a sequence over ranks")
 
     @contextmanager
     def unclipped(self) -> Iterator[None]:
-        """Disables the module's own clip of a delta inside the context, if the module can do so.
+        """Disables the module's own clip of a chunk's write inside the context, if the module can do so.
 
         Yields:
             None.
+
+        Examples:
+            >>> with layer.unclipped():
+            ...     layer.forward(x, target).shape
+            torch.Size([1, 40, 16])
         """
         yield
 
@@ -334,6 +442,13 @@ class AuditedModule(ABC):
 
         Yields:
             None.
+
+        Examples:
+            >>> before = layer.fast_weight.clone()
+            >>> with layer.guarded():
+            ...     _ = layer.fast_weight.zero_()
+            >>> layer.fast_weight.equal(before)
+            True
         """
         before = {name: tensor.detach().clone() for name, tensor in self.tensors().items()}
         try:

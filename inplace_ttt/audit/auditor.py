@@ -1,4 +1,4 @@
-"""The two audits: of one third-party layer, and of a converted model."""
+"""The audit of one third-party layer, and the audit of a converted model."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ def audit_module(
         module: the adapter of the layer.
         profile: "paper", "reference" or "ttt_ntp", the method to compare with.
         declared: known deviations, each with its reason.
-        seed: of the probes' inputs.
+        seed: seed of the probes' random inputs.
         progress: called before each item with the items done, all items, and the item's title.
 
     Returns:
         The report, with one result per item of `METHOD`.
 
     Raises:
-        InPlaceTTTError: if the module itself raises; the message names the item. Also if the profile does not
-            exist, or a declaration names an unknown item or lacks its reason.
+        InPlaceTTTError: if the module itself raises an error; the message names the item. Also if the profile
+            does not exist, or a declaration names an unknown item or lacks its reason.
 
     Examples:
         >>> import torch
@@ -99,11 +99,11 @@ def audit_model(
     Afterwards the weights, modes, settings and random generators have the same bits as before.
 
     Args:
-        model: a model with TTT layers.
-        tokenizer: used to read real text; without one it is random ids.
+        model: a converted model.
+        tokenizer: encodes a real text for the probes. If None, they read random token ids.
         profile: "paper", "reference" or "ttt_ntp", the method to compare with.
         declared: known deviations, each with its reason.
-        seed: of the probes' inputs.
+        seed: seed of the probes' random inputs.
         progress: called before each item with the items done, all items, and the item's title.
         extra: further items, such as those of a recipe, each with the object that its probe measures.
 
@@ -213,10 +213,10 @@ class _Auditor:
     def decide(self, item: Item, probe: Probe, measured: Any) -> None:
         """Runs the item's probe on `measured` and stores the result.
 
-        A probe that cannot decide results in "not checked", with its reason in one sentence.
+        If the probe cannot decide, the verdict is "not checked", with the reason in one sentence.
 
         Raises:
-            InPlaceTTTError: if the module raises; the message names the item.
+            InPlaceTTTError: if the module raises an error; the message names the item.
         """
         if self.progress is not None:
             self.progress(len(self.results), len(self.items), item.title)
@@ -263,7 +263,7 @@ class _Auditor:
 
 
 def _failed(error: Exception) -> Outcome:
-    """Returns "not checked" for a failure of the probe itself, which shows nothing about the module."""
+    """Returns "not checked" for a failure of the probe itself, since it shows nothing about the module."""
     return Outcome(
         "not checked",
         f"the audit's own probe fails with {type(error).__name__}: {one_line(error, kind=False)}; report it",
@@ -275,7 +275,7 @@ def _quoted(ids: Sequence[str]) -> str:
 
 
 def _against_absence(outcome: Outcome) -> Outcome:
-    """Returns the outcome for a feature that the reference code lacks: having it goes beyond that code."""
+    """Returns the outcome for a feature that the reference code lacks. To have it is an extension."""
     verdict = {"conforms": "extension", "deviates": "conforms", "unspecified": "conforms"}.get(
         outcome.verdict, outcome.verdict
     )
@@ -300,12 +300,12 @@ def _bench(module: AuditedModule, seed: int) -> Bench:
         raise InPlaceTTTError(
             f"{module.name} raises {type(error).__name__} on {len(x)} random tokens: "
             f"{one_line(error, kind=False)}; "
-            "the audit needs it to run."
+            "the audit needs it to run on such input."
         ) from error
     if tuple(out.shape) != (1, len(x), module.d) or not bool(out.isfinite().all()):
         raise InPlaceTTTError(
-            f"{module.name} gives {list(out.shape)} for {len(x)} tokens of width {module.d}"
-            f"{'' if bool(out.isfinite().all()) else ', not all finite'}; an audited module must give [1, "
+            f"{module.name} returns {list(out.shape)} for {len(x)} tokens of width {module.d}"
+            f"{'' if bool(out.isfinite().all()) else ', not all finite'}; an audited module must return [1, "
             "T, d]."
         )
     return Bench(module, seed)
@@ -329,8 +329,8 @@ def _refusing(reason: str) -> Probe:
 def _on_layer(item: Item) -> Probe:
     """Returns the item's probe of one layer.
 
-    The module's clip is off, but for items about it. Items that are not `silent` are not checked if nothing
-    is written.
+    The module's clip is off, except for items about the clip. Items that are not `silent` are not checked if
+    the module writes nothing.
     """
 
     def probe(bench: Bench, expected: Any) -> Outcome:

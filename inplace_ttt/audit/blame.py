@@ -10,9 +10,9 @@ _AUDIT = __name__.rpartition(".")[0] + "."
 
 
 def is_the_probes(error: BaseException) -> bool:
-    """Returns True if the audit's own code raised the error, and no module that it called.
+    """Returns True if the audit's own code raised the error, and not a module that it called.
 
-    The frames are searched from the innermost outwards. Frames of torch itself are skipped.
+    The search goes from the innermost frame outwards, and skips frames of torch itself.
     """
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
         name = frame.f_globals.get("__name__", "")

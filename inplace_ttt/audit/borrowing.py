@@ -1,8 +1,8 @@
 """Changes the TTT layers of a converted model for the probes, and restores them.
 
 A borrowed layer has short chunks, parameters copied to a wide dtype, and the probe's target generator. All
-its writes count alike: the gate of writes is compared with its declaration only where whole models read. On
-exit every object is the same as before, with the same bits.
+its writes have weight 1. The gate of writes is compared with its declaration only in readings by whole
+models. On exit every object is the same as before, with the same bits.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from .converted import ConvertedLayer
 def probe_chunk(kernel: int) -> int:
     """Returns a short chunk size for the probes, in tokens.
 
-    The middle of such a chunk is out of reach of the convolution's padding, and the chunk can be read in
-    pieces.
+    The middle of such a chunk is out of reach of the convolution's padding. The chunk is also long enough to
+    be read in pieces.
     """
     return max(8, 2 * (kernel - 1) + 4)
 
@@ -50,7 +50,7 @@ def borrowed(
     size = chunk_size or probe_chunk(layer.fast.config.kernel_size)
     base = locate(lm).base
     with ExitStack() as stack:
-        # because in training mode the model looks for ranks that share a sequence
+        # in training mode the model would search for ranks that share a sequence
         stack.enter_context(overriding([base], training=False))
         plain = len(list(readable_parameters(layer))) == len(list(layer.parameters()))
         stack.enter_context(_restored(layer))
@@ -87,12 +87,12 @@ def _restored(layer: FastWeight) -> Iterator[None]:
 def small_chunks(model: nn.Module, chunk_size: int, seed: int | None) -> Iterator[None]:
     """Sets short chunks, no clip and evaluation mode on the model inside the context.
 
-    Sessions write the chunks that they read, since `prompt_write` is off.
+    `prompt_write` is off, so sessions write the chunks that they read.
 
     Args:
         model: a converted model.
         chunk_size: tokens per chunk.
-        seed: of a random conv, P and gate of writes; None leaves the model's own.
+        seed: seed of a random conv, P and gate of writes; None leaves the model's own.
     """
     layers = fast_weights(causal_lm(model))
     generator = torch.Generator().manual_seed(seed or 0)
@@ -113,11 +113,11 @@ def small_chunks(model: nn.Module, chunk_size: int, seed: int | None) -> Iterato
 def refuse_unreachable(model: nn.Module) -> None:
     """Raises InPlaceTTTError for a model whose weights are not in this process.
 
-    Such weights are on the meta device or partitioned over ranks.
+    Such weights are on the meta device, or partitioned over ranks.
     """
     for name, parameter in model.named_parameters():
         if parameter.device.type == "meta" or parameter.numel() == 0:
             raise InPlaceTTTError(
-                f"the weights of {name} are elsewhere (offloaded or partitioned); audit it before it is "
-                "spread out."
+                f"the weights of {name} are not in this process (offloaded or partitioned); audit the model "
+                "before it is offloaded or partitioned."
             )

@@ -28,9 +28,9 @@ from .outcome import NotChecked
 
 
 class ConvertedLayer(AuditedModule):
-    """A borrowed TTT layer. Its inputs are Z: nothing before the down-projection runs.
+    """A borrowed TTT layer. Its inputs are Z, so no module before the down-projection runs.
 
-    If the layer normalizes the target's source, the probes pass the normalized source.
+    If the layer normalizes the target source, the probes pass the normalized source.
     """
 
     def __init__(self, lm: Any, decoder: Decoder, index: int, dtype: torch.dtype, own_chunk: int) -> None:
@@ -67,8 +67,8 @@ class ConvertedLayer(AuditedModule):
     def _forward(self, z: Tensor, target: Tensor, cache: Any = None, **kwargs: Any) -> Tensor:
         """Runs one forward through the model's hooks.
 
-        The source is passed at both places from which a layer may take it: the embeddings and the MLP's
-        input.
+        The target source is passed at both places from which a layer may take it, as embeddings and as the
+        MLP's input.
         """
         z, target = z.to(self.device, self.dtype), self._source(target)
         layer, model, parts = self.layer.hooks, self.layer.hooks.model, self.decoder.layers[self.index]
@@ -88,7 +88,7 @@ class ConvertedLayer(AuditedModule):
         return target if mean is None or gain is None else target / gain.to(self.dtype) + mean.to(self.dtype)
 
     def keys(self, x: Tensor) -> Tensor:
-        """Returns K = A (Z - ‖Z‖ c), from the layer's tensors and not by its code."""
+        """Returns K = A (Z - ‖Z‖ c), computed here from the layer's tensors, without the layer's code."""
         x, whitened = x.to(self.device, self.dtype), self.layer.ttt.keys
         if whitened is None:
             return x
@@ -100,9 +100,9 @@ class ConvertedLayer(AuditedModule):
         return x.to(self.device, self.dtype)
 
     def inputs(self, n: int, generator: torch.Generator) -> Tensor:
-        """Returns inputs [n, input] with orthonormal keys; for n > h, keys with KᵀK a multiple of 1.
+        """Returns inputs [n, input] with orthonormal keys. For n > h, KᵀK is a multiple of the identity.
 
-        Under least squares the keys are scaled so that λ weighs about as much as their writes.
+        Under least squares the keys are scaled, and λ then has about as much weight as their writes.
         """
         draw = torch.randn(max(n, self.h), min(n, self.h), generator=generator, dtype=torch.float64)
         columns = torch.linalg.qr(draw)[0]
@@ -110,7 +110,7 @@ class ConvertedLayer(AuditedModule):
         return self.inputs_of(key_size(self.ridge) * keys)
 
     def inputs_of(self, keys: Tensor) -> Tensor:
-        """Returns the keys themselves without whitening, and otherwise the shortest Z with these keys."""
+        """Returns the shortest inputs Z with these keys. Without whitening they are the keys themselves."""
         whitened = self.layer.ttt.keys
         if whitened is None:
             return keys.contiguous()
@@ -191,7 +191,7 @@ class ConvertedLayer(AuditedModule):
     def ranks(self, x: Tensor, target: Tensor, parts: int) -> Tensor:
         """Computes the steps of `ops.scan` in one process.
 
-        The steps are each rank's sum of writes, the sums that it starts from, and its own reads.
+        The steps are each rank's sum of writes, its starting state, and its own reads.
         """
         z, target = x.to(self.device, self.dtype), self._source(target)
         rule = self.layer.fast.config.rule
@@ -207,7 +207,7 @@ class ConvertedLayer(AuditedModule):
             )
             for (keys, _, layout), v in zip(pieces, values, strict=True)
         ]
-        # no state comes before the first rank
+        # the first rank starts from zero
         known = torch.stack([torch.zeros_like(sums[0]), *sums]).to(state_dtype(z.dtype))
         outputs = []
         for rank, ((keys, _, layout), v) in enumerate(zip(pieces, values, strict=True)):
@@ -264,10 +264,10 @@ class ConvertedStream:
             if self._stream is not None:
                 self._stream.crop(tokens)
         except InPlaceTTTError as refusal:
-            raise NotChecked(f"tokens are refused to be taken back: {refusal}") from refusal
+            raise NotChecked(f"the stream refuses to take tokens back: {refusal}") from refusal
 
     def saved(self) -> ConvertedStream:
-        """Returns a stream restored from the tensors of a session file, without the file."""
+        """Returns a stream restored from the tensors that a session file would hold. It writes no file."""
         other, config = ConvertedStream(self.module), self.module.layer.fast.config
         if self._stream is not None:
             tensors = {name: tensor.clone() for name, tensor in self._stream.tensors().items()}

@@ -1,4 +1,4 @@
-"""Adapters for third-party modules in memory, which are copied for the probes."""
+"""Adapters for third-party modules in memory. The probes run on copies of the modules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .outcome import NotChecked
 
 
 class CopiedModule(AuditedModule):
-    """Base of the adapters of modules in memory: a third-party gated MLP, copied and widened to float64.
+    """Base of the adapters of modules in memory. It copies a third-party gated MLP, and widens it to float64.
 
     Derived classes implement `_in(dtype)`, which builds the adapter in another precision.
     """
@@ -50,9 +50,10 @@ class CopiedModule(AuditedModule):
 
 
 class ReferenceMLP(CopiedModule):
-    """Adapts a module with the signature of the reference code: `mlp(x, t)` on whole rows.
+    """Adapts a module with the reference code's signature `mlp(x, t)`, for `audit_module`.
 
-    Such a module takes neither documents nor masks.
+    `x` is the MLP's input [B, T, d], and `t` is the target source [B, T, d]. The module returns its output
+    [B, T, d]. It accepts neither documents nor masks. The adapter works on a copy of the module.
 
     Args:
         mlp: a module with `gate_proj`, `up_proj`, `down_proj` and `act_fn`. Its target generator is
@@ -60,9 +61,9 @@ class ReferenceMLP(CopiedModule):
             stored).
         chunk_size: tokens per chunk, as set in the module's config.
         eta: η as set in the module's config, or None if unknown.
-        name: for the report; the class name by default.
-        stream: returns a new stream over the copied module that it receives; None if the module cannot read
-            in pieces.
+        name: name of the module in the report; the class name by default.
+        stream: a function that receives the copied module and returns a new stream; None if the module cannot
+            read in pieces.
         dtype: dtype of the copy.
 
     Examples:
@@ -113,10 +114,10 @@ class ReferenceMLP(CopiedModule):
     ) -> Tensor:
         if documents is not None:
             raise NotChecked(
-                "the module takes no document boundaries: documents packed in one row share its state"
+                "the module takes no document boundaries, so documents packed in one row share its state"
             )
         if padding is not None:
-            raise NotChecked("the module takes no padding mask: padding in a row is written like text")
+            raise NotChecked("the module takes no padding mask, so padding in a row is written like text")
         return self.module(x.to(self._dtype), target.to(self._dtype))
 
     def keys(self, x: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
-"""The declared rule of a TTT layer: the reads that its settings and tensors define, from the definition.
+"""The declared rule of a TTT layer, which computes the reads that the layer's settings and tensors define.
 
 It is the reference for readings by a whole model. It reads one document at a time, chunk by chunk, in
-float64. Its input is the model's config and the layer's tensors. Keys and targets are rounded as the layer's
-dtype rounds them.
+float64. Its input is the model's config and the layer's tensors. Keys and targets are rounded as in the
+layer's dtype.
 
-It uses none of the package's layout, target generator, op or stream, so that it does not share their faults.
+It uses none of the package's layout, target generator, op or stream, so it does not share their faults.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class DeclaredRule:
     Attributes:
         config: the settings of the model.
         eta: η of this layer.
-        tau: the bound on the norm of a chunk's delta that is declared for this mode, or None.
+        tau: the declared bound on the norm of a chunk's delta in this mode, or None.
         dtype: the layer's own dtype.
         tensors: the tensors that define the rule, by name, in float64. Gradients flow into them.
     """
@@ -108,8 +108,7 @@ class DeclaredRule:
         Args:
             z: down-projection input [T, h], float64.
             x: target source [T, d], float64.
-            writes: bool [T], True for the tokens that fill chunks. The others read the state at their
-                position.
+            writes: bool [T], True for the tokens that fill chunks. The other tokens only read.
         """
         keys, size = self.keys(z), self.config.chunk_size
         number = torch.cumsum(writes, 0) - writes.long()  # number of written tokens before each token
@@ -129,7 +128,7 @@ class DeclaredRule:
     def state(self, z: Tensor, x: Tensor) -> Tensor:
         """Returns the state after the complete chunks of a document.
 
-        It is the sum [d, r]. Under least squares KᵀK follows below it: [d + r, r].
+        It is the sum [d, r]. Under least squares KᵀK is stacked below it, which makes [d + r, r].
         """
         total = gram = None
         for k, source in zip(
@@ -174,7 +173,7 @@ class DeclaredRule:
 
 
 def _spectral_norm(delta: Tensor) -> Tensor:
-    """Returns the norm as TTT-NTP's code estimates it: five power steps from the mean row."""
+    """Returns the norm as TTT-NTP's code estimates it, by five power steps from the mean row."""
     right = normalize(delta.mean(0), dim=0)
     for _ in range(5):
         left = normalize(delta @ right, dim=0)

@@ -1,7 +1,7 @@
-"""Ways of reading in which plain gradient steps must hold, for models with `target: gradient`.
+"""Ways of reading in which a model with `target: gradient` must equal plain gradient steps.
 
-Each scene calls the model as a user does. It yields the errors of its logits against `GradientRule`, relative
-to the effect of the writes.
+Each scene calls the model as a user does. It yields the errors of the model's logits against `GradientRule`,
+relative to the effect of the writes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .gradient_rule import GradientRule
 from .prepared import Prepared
 
 _STRENGTH = 0.3
-"""Norm of the reads over the norm of W0's outputs. Much stronger steps amplify rounding."""
+"""Norm of the reads over the norm of W0's outputs. Much stronger steps would amplify rounding."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +109,7 @@ def plain(probed: Probed) -> Iterator[tuple[str, float]]:
 
 
 def pieces(probed: Probed) -> Iterator[tuple[str, float]]:
-    """Reads pieces that end anywhere, single tokens over a chunk's edge, and another text after a reset."""
+    """Reads pieces that end anywhere, single tokens across a chunk's edge, and another text after a reset."""
     chunk, cache = probed.chunk, probed.cache()
     first, second = probed.ids(1, 5 * chunk), probed.ids(1, 4 * chunk, 1)
     sizes = [chunk // 2, 2 * chunk + 2, chunk - chunk // 2 - 4, 1, 1, 1, 1]
@@ -144,7 +144,7 @@ def _padded(probed: Probed, lengths: Sequence[int]) -> float:
 
 
 def documents(probed: Probed) -> Iterator[tuple[str, float]]:
-    """Reads five documents packed in a row, which several steps per chunk do not take."""
+    """Reads five documents packed in a row. With several steps per chunk, a row cannot be packed."""
     chunk = probed.chunk
     lengths = [2 * chunk + 1, chunk - 1, 3 * chunk, 2 * chunk + 2, chunk + 5]
     if probed.takes_documents and probed.config.steps_per_chunk == 1:
@@ -186,7 +186,7 @@ def taken_back(probed: Probed) -> Iterator[tuple[str, float]]:
     yield "a session and its branch", probed.error(found)
     cache = probed.cache()
     if any(getattr(layer, "is_sliding", False) for layer in cache.layers):
-        return  # because tokens that left a sliding window cannot be restored
+        return  # tokens that left a sliding window cannot be restored
     probed.forward(known, **{CACHE: cache})
     cache.crop(-(chunk // 2))
     kept, later = known[0, : -(chunk // 2)], probed.ids(1, 2 * chunk, 3)
@@ -213,7 +213,7 @@ def ways_of_calling(probed: Probed) -> Iterator[tuple[str, float]]:
             ids, attention_mask=torch.ones_like(ids), min_new_tokens=chunk, **{CACHE: cache}
         )
     later = probed.ids(1, chunk, 1)
-    # the last token that was generated was not read yet
+    # the last generated token was not read yet
     logits = probed.forward(torch.cat([made[:, -1:], later], 1), **{CACHE: cache})
     yield "after generate", probed.error([Read(torch.cat([made[0], later[0]]), logits[0])])
 

@@ -1,8 +1,8 @@
-"""The declared rule of `target: gradient`: plain gradient steps on one document, by autograd.
+"""The declared rule of `target: gradient`, which makes plain gradient steps on one document, by autograd.
 
 It is the reference for models whose targets are loss gradients. It reads one document at a time, chunk by
-chunk, with the writes of the model off. Hooks of its own add the reads, which `DeclaredRule` computes in
-float64. It uses none of the package's layout, op, stream or gradient reading, so that it does not share their
+chunk, with the writes of the model off. Its own hooks add the reads, which `DeclaredRule` computes in
+float64. It uses none of the package's layout, op, stream or gradient reading, so it does not share their
 faults.
 """
 
@@ -34,7 +34,7 @@ class GradientRule:
         rules: the declared rule of each TTT layer, by layer.
         sums: the sums of writes of each layer that has written: [d, r], and KᵀK [r, r] for a ridge rule.
         deltas: layer and Frobenius norm of each delta that was written, before a clip.
-        reads: norm of the last reads over the norm of W0's outputs, the largest of all layers.
+        reads: norm of the last reads over the norm of W0's outputs, the largest over all layers.
     """
 
     def __init__(self, lm: Any, config: InPlaceTTTConfig, training: bool = False) -> None:
@@ -53,7 +53,7 @@ class GradientRule:
 
         Args:
             ids: token ids [1, T].
-            graph: keep the graph through keys, sums and the KV cache. Targets are constants to it.
+            graph: keep the graph through keys, sums and the KV cache. Targets are constants in the graph.
 
         Returns:
             Logits [T, V].

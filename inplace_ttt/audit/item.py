@@ -1,4 +1,4 @@
-"""An item of the audit: one requirement, with its place in the paper and the probe that measures it."""
+"""An item of the audit, which is one requirement with its place in the paper and its probe."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ class Item:
         id: name in reports and declarations.
         title: one line for reports.
         paper_ref: section, equation, table or algorithm line of the paper.
-        paper: the requirement, as the paper has it.
+        paper: the requirement, as the paper states it.
         sure: "high" if read in the text, "medium" for our reading of an ambiguous passage, "low" if inferred.
         reference_code: the behavior of the authors' code.
         why: the damage that a deviation does.
         remedy: the fix for a deviation.
         probe: decides the item on one layer, or on a training run; None if only a whole model can show it.
-        on_model: decides the item on a whole converted model, where that shows more than one layer does.
+        on_model: decides the item on a whole converted model, if that shows more than one layer does.
         expected: the value that the probe compares with, by profile.
         absent: the reference code lacks the feature. Under the profile `reference` the feature is then an
             extension.
-        choice: the item is about a setting that users may choose, as are those with `expected`. Its
-            deviation is not a fault.
+        choice: the item is about a setting that users may choose. So are all items with `expected`. A
+            deviation of such an item is not a fault.
         own_clip: the item measures the module's own clip, which is off while the other items are measured.
         silent: the item is decided even on a module that writes nothing.
-        named_by: ids of items that can name the fault which this item only detects. A deviation of this item
-            counts as "not checked" if one of them deviates.
-        by_settings: decides the item from the settings of a model whose layer the probes cannot drive.
-            `declared-rule` measures that the model follows its settings.
+        named_by: ids of items that can name the fault that this item only detects. If one of them deviates, a
+            deviation of this item counts as "not checked".
+        by_settings: decides the item from the model's settings, if the probes cannot drive a single layer.
+            The item `declared-rule` measures if the model follows its settings.
     """
 
     id: str
@@ -81,7 +81,7 @@ class Item:
 
 
 def known(profile: str) -> Profile:
-    """Returns the profile of that name; raises InPlaceTTTError if it does not exist."""
+    """Returns the profile of that name. Raises InPlaceTTTError if it does not exist."""
     for name in PROFILES:
         if name == profile:
             return name

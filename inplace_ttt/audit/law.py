@@ -1,4 +1,4 @@
-"""The least-squares reads computed from their definition, as the reference for modules that declare it."""
+"""Least-squares reads computed from their definition, as the reference for modules that declare this rule."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 def key_size(ridge: float | None) -> float:
     """Returns the norm of the probes' keys: 1, or about √λ under least squares.
 
-    With keys of about √λ, λ and the writes weigh alike in a read, so that neither hides the other.
+    With keys of about √λ, λ and the writes have equal weight in a read, so neither hides the other.
     """
     return 1.0 if ridge is None else max(ridge**0.5, 0.01)
 
@@ -17,8 +17,8 @@ def key_size(ridge: float | None) -> float:
 def least_squares_reads(keys: Tensor, values: Tensor, chunk: int, ridge: float) -> Tensor:
     """Returns the reads K_i M_iᵀ [T, d], in the dtype of `values`.
 
-    M_i minimizes Σ ‖V_j - K_j Mᵀ‖² + λ‖M‖² over all chunks j < i. It solves the stacked rows K and √λ I by
-    `lstsq`, in coordinates of the keys' span, which contains M.
+    M_i minimizes Σ ‖V_j - K_j Mᵀ‖² + λ‖M‖² over all chunks j < i. `lstsq` solves the system of the stacked
+    rows K and √λ I, in coordinates of the keys' span, which contains M's rows.
 
     Args:
         keys: K [T, h], floating point.

@@ -1,4 +1,4 @@
-"""The largest error of a whole reading against its declared rule, per dtype of the computation.
+"""The largest errors at which a reading still passes against its declared rule, per dtype of the computation.
 
 All such limits are set in this file.
 """
@@ -13,10 +13,10 @@ from ..config import InPlaceTTTConfig
 from ..ops import state_dtype
 
 BIAS = 8
-"""Factor by which a bias counts more than scatter: rounding scatters, and a wrong factor does not."""
+"""Factor by which a bias counts more than scatter. Rounding causes scatter, a wrong factor causes a bias."""
 
 _BY_A_SOLVE = 3
-"""Factor on the limits of half precision where rounded keys are whitened or go through a solve."""
+"""Factor on the limits of half precision for keys that are whitened or pass through a solve."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Limits:
 
     Attributes:
         outputs: reads of a token.
-        small_model: reads of a token in the audit's own small model, whose numbers hardly vary.
+        small_model: reads of a token in the audit's own small model, whose errors hardly vary.
         state: the state after many chunks.
         gradient: the gradient of one tensor.
         start: the logits before anything is written.
@@ -47,7 +47,7 @@ LIMITS: dict[torch.dtype, Limits] = {
 """Limits by dtype.
 
 Half precision rounds the outputs, and a read is about half as large as an output. The limits allow ten such
-roundings; sound models show two to seven.
+rounding errors. Correct models show two to seven.
 """
 
 STEPS: dict[torch.dtype, float] = {
@@ -58,7 +58,7 @@ STEPS: dict[torch.dtype, float] = {
 }
 """Limits of logits after gradient steps, relative to the effect of the writes, by dtype.
 
-Each step amplifies the rounding of those before it.
+Each step amplifies the rounding errors of the steps before it.
 """
 
 
@@ -79,9 +79,9 @@ def by_solve(gram: float, ridge: float, dtype: torch.dtype) -> float:
     """Returns the bound on the relative error that rounding causes in reads by ridge regression.
 
     Rounding changes G by u‖G‖, where u is the unit roundoff of states. To first order the solution changes by
-    at most u κ, with the condition number κ = 1 + ‖G‖/λ. Raw keys are nearly collinear, so that κ is large.
-    It reaches 9e4 for the probes' texts with λ = 0.03, hence 0.005 in float32. Sound layers showed 0.1 to 0.6
-    of the bound. The share depends on the order in which the CPU's library adds products.
+    at most u κ, with the condition number κ = 1 + ‖G‖/λ. Raw keys are nearly collinear, so κ is large. For
+    the probes' texts with λ = 0.03 it reaches 9e4, and the bound is 0.005 in float32. Correct layers showed
+    0.1 to 0.6 of the bound. This fraction depends on the order in which the CPU's library adds products.
 
     Args:
         gram: ‖G‖, the largest eigenvalue of KᵀK.

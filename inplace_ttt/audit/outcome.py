@@ -16,11 +16,11 @@ VERDICTS: dict[Verdict, str] = {
 }
 
 TOLERANCE = 0.01
-"""Share of one write that is tolerated. A fault is about as large as a write; rounding is far smaller."""
+"""Tolerated error as a fraction of one write. A fault is about as large as a write, rounding far smaller."""
 
 
 class NotChecked(Exception):
-    """Raised by a probe that cannot decide on this module; its text is the reason."""
+    """Raised by a probe that cannot decide on this module. The message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Outcome:
         verdict: one of `VERDICTS`.
         found: the observation, as a clause for the report.
         numbers: the measured values by name.
-        tolerance: the largest error that passes, 0 for exact, None if no tolerance applies.
+        tolerance: the largest error that passes; 0 for exact equality, None if no tolerance applies.
         chart: data of a chart for the report, with its `kind` (see reports/charts.py), or None.
     """
 

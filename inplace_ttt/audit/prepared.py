@@ -1,4 +1,4 @@
-"""A converted model prepared for readings, and the inputs of these."""
+"""A converted model prepared for readings, and the inputs of the readings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..surgery import fast_weights
 class Prepared:
     """A converted model with short chunks, writes of visible size, and a clip that acts on half of them.
 
-    Without a declared clip there is none. With `training`, the declared rules are those of training mode.
+    Without a declared clip, no clip is set. With `training`, the declared rules are those of training mode.
     """
 
     def __init__(self, lm: Any, config: InPlaceTTTConfig, seed: int, training: bool = False) -> None:
@@ -36,7 +36,7 @@ class Prepared:
 
         Args:
             declared: the model's own config.
-            norms: of the deltas; divided by ‖W0‖ if the clip is relative.
+            norms: norms of the deltas, divided by ‖W0‖ if the clip is relative.
         """
         clip = declared.clip and dataclasses.replace(declared.clip, max_norm=median(norms))
         return self._with(clip=clip)

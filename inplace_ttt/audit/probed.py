@@ -1,4 +1,4 @@
-"""A converted model prepared for the readings, and its deviation from the rule that each layer declares."""
+"""A converted model prepared for readings, and its deviation from the rules that its layers declare."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Probed(Prepared):
 
         Args:
             lm: a converted model.
-            seed: of the token ids and the target generator.
+            seed: seed of the token ids and the target generator.
             strength: norm of the reads over the norm of W0's outputs.
         """
         declared = config_of(lm)
@@ -87,7 +87,7 @@ class Probed(Prepared):
 
     @cached_property
     def _fewest_logits(self) -> dict[str, int]:
-        """The option of the model's forward, if it has one, to compute the last token's logits alone."""
+        """The argument that makes the model compute the last token's logits alone; empty if there is none."""
         return (
             {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(self.lm.forward).parameters else {}
         )
@@ -103,7 +103,7 @@ class Probed(Prepared):
 
     @cached_property
     def takes_padding(self) -> bool:
-        """True if the model accepts padded rows; models with an attention window refuse them."""
+        """True if the model accepts padded rows. Models with an attention window refuse them."""
         try:
             self.read(
                 self.ids(2, 2), attention_mask=torch.tensor([[0, 1], [1, 1]], device=self.ids(1, 1).device)
@@ -119,8 +119,8 @@ class Probed(Prepared):
     def errors(self, record: Recording, documents: Documents) -> dict[int, float]:
         """Returns by layer the error of its outputs against the declared rule.
 
-        Under autocast, and where a solve amplifies rounding, the limit is another one than the model's. The
-        error is scaled by the ratio of both, so that the model's own limit applies.
+        Under autocast, or if a solve amplifies rounding, another limit applies than the model's. The error is
+        then scaled by the ratio of the two limits, and can be compared with the model's own limit.
         """
         own = usual = limits(self.lm.dtype).outputs
         if record.dtype not in (None, self.lm.dtype):

@@ -1,6 +1,6 @@
-"""The write at a prompt's end (`prompt_write`), compared with the ridge regression that is declared.
+"""Compares the write at a prompt's end (`prompt_write`) with the ridge regression that the model declares.
 
-The regression is computed anew in float64.
+The regression is computed independently, in float64.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from .recording import Piece, recording
 def prompt_deviations(lm: Any, settings: PromptWrite, seed: int) -> dict[str, dict[int, float]]:
     """Returns the error of the reads after two written prompts, relative to their size, by reading and layer.
 
-    The window is shorter than the prompt. In one reading η limits the size of the write, in the other the cap
-    does.
+    The window is shorter than the prompt. In one reading η determines the size of the write, in the other the
+    cap does.
 
     Args:
         lm: a converted model.
-        settings: its `prompt_write`.
-        seed: of the token ids.
+        settings: the `prompt_write` of the model.
+        seed: seed of the token ids.
     """
     found: dict[str, dict[int, float]] = {}
     with Probed.of(lm, seed) as probed:

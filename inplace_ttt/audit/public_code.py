@@ -1,10 +1,10 @@
-"""Adapters of the public implementations: the authors' MLPs, and the gating of the Moshi port.
+"""Adapters of the public implementations, which are the authors' MLPs and the gating of the Moshi port.
 
     audit_module(PublicMLP(model.model.layers[0].mlp))            # hf_models/ of ByteDance-Seed/In-Place-TTT
-    audit_module(PublicInferenceLayer(model.model.layers[0]))     # inference_model/ there
+    audit_module(PublicInferenceLayer(model.model.layers[0]))     # inference_model/ of the same repository
     audit_module(MoshiGating(layer.gating))                       # moshi_in_place
 
-Each adapter drives the unmodified class, on a copy with short chunks.
+Each adapter drives a copy of the module, with the unmodified class and short chunks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .outcome import NotChecked
 
 
 class PublicMLP(ReferenceMLP):
-    """The MLP of the authors' training code, or of their inference code read in one call.
+    """The MLP of the authors' training code, or the MLP of their inference code if it reads in one call.
 
     Args:
         mlp: a module with the parts that `ReferenceMLP` needs, `ttt_chunk` and `ttt_lr`. Its `ttt_proj` may
@@ -62,7 +62,7 @@ class PublicMLP(ReferenceMLP):
 class PublicInferenceLayer(PublicMLP):
     """A decoder layer of the authors' inference code, which keeps its MLP's state in a cache.
 
-    It reads in pieces too. On the copy attention adds nothing and the norms are identities, so that the layer
+    It also reads in pieces. On the copy, attention adds nothing and the norms are identities. So the layer
     adds exactly the MLP's output to its input.
 
     Args:
@@ -119,9 +119,10 @@ class _PublicStream:
 
 
 class MoshiGating(CopiedModule):
-    """A gating module of the Moshi port: `gating(x, token_embeddings)`.
+    """A gating module of the Moshi port, called as `gating(x, token_embeddings)`.
 
-    It is parallel in training mode and streams in evaluation mode. The copy computes in float32.
+    The module runs in parallel in training mode, and streams in evaluation mode. The copy computes in
+    float32.
 
     Args:
         gating: a module with these parts: `linear_in` (gate and value stacked), `activation`, `linear_out`
@@ -159,7 +160,7 @@ class MoshiGating(CopiedModule):
         if documents is not None or padding is not None:
             raise NotChecked("the module takes neither document boundaries nor a padding mask")
         was_training = self.module.training
-        self.module.train()  # because the parallel form runs in training mode alone
+        self.module.train()  # the parallel form runs in training mode alone
         try:
             return self.module(x.to(self._dtype), target.to(self._dtype))
         finally:
@@ -217,7 +218,7 @@ class MoshiGating(CopiedModule):
 
 
 class _MoshiStream:
-    """One conversation on a copy of the module, which keeps its state itself."""
+    """One conversation on a copy of the module. The copy itself keeps the state."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         self._module, self._dtype = module, dtype

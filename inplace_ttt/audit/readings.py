@@ -1,8 +1,8 @@
-"""Ways of reading in which the declared rule must hold.
+"""Ways of reading in which a converted model must compute the declared rule.
 
-They are batches, pieces, packed documents, many chunks, other chunk sizes and training. A converted model
-runs as a user runs it, with short chunks and writes of visible size. Each scene yields the recording of its
-TTT layers and the documents that they read.
+They are batches, pieces, packed documents, many chunks, other chunk sizes and training. The model runs as a
+user runs it, with short chunks and writes of visible size. Each scene yields the recording of the TTT layers
+and the documents that they read.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _padded_batches(probed: Probed) -> Iterator[Reading]:
         yield f"padded on the {'left' if left else 'right'}", *padded(probed, lengths, left)
     longest = max(lengths)
     ids, mask, spans = _padding(probed, lengths, left=True)
-    # As `generate` passes them: Qwen's vision-language models accept a longer mask only with position_ids.
+    # `generate` passes position_ids too, since Qwen's vision-language models need them with a longer mask
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     pieces = [2 * chunk + 4, 1, chunk, longest - 3 * chunk - 5]
     documents: list[list[Piece]] = [[] for _ in lengths]
@@ -107,7 +107,7 @@ def _padded_batches(probed: Probed) -> Iterator[Reading]:
 def pieces(probed: Probed) -> Iterator[Reading]:
     """Reads a row through a cache in pieces of any size, then another row after a reset.
 
-    Tokens around the edge of a chunk are read one by one.
+    The tokens around a chunk's edge are read one by one.
     """
     chunk = probed.chunk
     first = _cut(probed.ids(1, 5 * chunk), [chunk // 2, 3 * chunk + 2, *_over_an_edge(chunk // 2 + 2, chunk)])
@@ -127,8 +127,8 @@ def taken_back(probed: Probed) -> Iterator[Reading]:
         any(getattr(layer, "is_sliding", False) for layer in probed.cache().layers)
         or not probed.config.update_on_decode
     ):
-        # because tokens that left a sliding window cannot be restored, and a cache with unwritten tokens
-        # refuses to crop
+        # tokens that left a sliding window cannot be restored, and a cache with unwritten tokens refuses to
+        # crop
         return
     first = probed.ids(1, 2 * chunk + 2).split([chunk + 2, chunk], 1)
     second = _cut(probed.ids(1, 3 * chunk, 1), _over_an_edge(2, chunk))
@@ -141,7 +141,7 @@ def taken_back(probed: Probed) -> Iterator[Reading]:
 
 
 def _branched(probed: Probed) -> Iterator[Reading]:
-    """Reads a text in a session, forks it, and reads different texts in both sessions by turns."""
+    """Reads a text in a session, forks it, and reads different texts in both sessions in turn."""
     chunk = probed.chunk
     known = probed.ids(1, 2 * chunk + 3)
     later = [probed.ids(1, 2 * chunk, part).split([chunk, chunk], 1) for part in (1, 2)]
@@ -232,7 +232,7 @@ def recomputing(lm: Any) -> Iterator[bool]:
 def training_rows(probed: Probed) -> Reading:
     """Reads a packed row with a document of nine chunks and one shorter document.
 
-    A model that takes no documents reads a row of ten chunks.
+    A model that does not accept packed documents reads a row of ten chunks.
     """
     chunk = probed.chunk
     if not probed.takes_documents:
@@ -242,7 +242,7 @@ def training_rows(probed: Probed) -> Reading:
 
 
 def padded_training_rows(probed: Probed) -> Reading:
-    """Reads two rows of unequal lengths, or of one length if the model takes no padding."""
+    """Reads two rows of unequal lengths, or of one length if the model accepts no padding."""
     chunk = probed.chunk
     if not probed.takes_padding:
         record = probed.read(probed.ids(2, 3 * chunk + 4))
@@ -255,7 +255,7 @@ def padded_training_rows(probed: Probed) -> Reading:
 def _over_an_edge(at: int, chunk: int) -> list[int]:
     """Returns sizes of pieces that cross the next chunk edge one token at a time.
 
-    The first piece ends two tokens before the edge; four single tokens follow.
+    The first piece ends two tokens before the edge. Four single tokens follow.
     """
     ahead = (chunk - 2 - at) % chunk
     return [*([ahead] if ahead else []), 1, 1, 1, 1]
@@ -320,7 +320,7 @@ def streamed(
     Args:
         probed: the prepared model.
         parts: the pieces, in parts.
-        between: called with the cache and the number of the part, after each part but the last.
+        between: called with the cache and the number of the part, after each part except the last.
         restarts: True if each part is a separate text.
     """
     cache, number, known = probed.cache(), 0, 0
@@ -341,6 +341,6 @@ def streamed(
 def _writes(probed: Probed, tokens: int, known: int) -> bool:
     """Returns True if a piece of this number of tokens fills chunks.
 
-    A single token that is read into a cache which holds tokens counts as generated.
+    A single token that is read into a filled cache counts as generated.
     """
     return probed.config.update_on_decode or tokens > 1 or known == 0

@@ -18,15 +18,15 @@ from .recording import Document, Recording, Seen
 STRENGTH = 0.5
 """Norm of the reads over the norm of W0's outputs, as the probes set it through P.
 
-It is large compared with rounding and with clipped writes.
+It is large compared with the effect of rounding and with clipped writes.
 """
 
 FEW = 32
-"""Number of tokens below which rounding alone causes a bias."""
+"""Number of tokens below which rounding alone can cause a bias."""
 
 
 LOSS_SCALES = (1.0, 2.0**-5, 2.0**-10, 2.0**-13)
-"""Factors on the loss, tried in this order. The last one still keeps the bits of float16."""
+"""Factors on the loss, tried in this order. Even the last factor loses no bits of float16."""
 
 
 def base_output(layer: FastWeight, z: Tensor) -> Tensor:
@@ -53,12 +53,14 @@ def deviation(
 ) -> float:
     """Returns the error of the layer's outputs against the declared rule, relative to the size of a read.
 
-    That size is the root mean square of the declared reads over the tokens that read something. If none does,
-    the output without fast weight takes its place. With a write norm in half precision the size is at least
-    `STRENGTH` times the output. There rounding of the outputs may exceed the writes, whose size η alone sets.
+    The size of a read is the root mean square of the declared reads, over the tokens that read something. If
+    no token does, it is the size of the output without fast weight. With a write norm in half precision, it
+    is at least `STRENGTH` times the output. In that case η alone sets the size of the writes, and rounding of
+    the outputs may exceed it.
 
-    The error is the larger of two. One is the root mean square error over the tokens of the worst chunk. The
-    other is `BIAS` times the largest bias of a document: the share by which it reads too much or too little.
+    The error is the larger of two errors. One is the root mean square error over the tokens of the worst
+    chunk. The other is `BIAS` times the largest bias of a document. The bias is the fraction by which the
+    reads of a document are too large or too small.
 
     Args:
         record: the recording.
@@ -95,7 +97,7 @@ def deviation(
 
 
 def error_of_solve(record: Recording, index: int, documents: Sequence[Document], rule: DeclaredRule) -> float:
-    """Returns `limits.by_solve` for the largest G of the documents; 0 without ridge regression.
+    """Returns `limits.by_solve` for the largest G of the documents, or 0 without ridge regression.
 
     Args:
         record: the recording.
@@ -150,13 +152,13 @@ def gradient_errors(
         for index, s in reversed(seen.items())
         if through_source and s.path.requires_grad
     }
-    """Sources of targets with the first layer that reads each; all layers share the embeddings."""
+    """Target sources, each with the first layer that reads it. All layers share the embeddings."""
     tensors = [
         *(seen[i].passed for i in own),
         *(t for found in own.values() for t in found.values()),
         *(path for _, path in sources.values()),
     ]
-    # One backward pass through the model gives all gradients.
+    # One backward pass through the model computes all gradients.
     gradients = iter(_gradients_in_range(loss, tensors))
     wanted = {i: _declared_gradients(seen[i], documents, rule(i), next(gradients)) for i in own}
     found = {i: {name: _off(next(gradients), wanted[i][name]) for name in own[i]} for i in own}
@@ -171,7 +173,7 @@ def _off(got: Tensor | None, wanted: Tensor) -> float:
 
 
 def _gradients_in_range(loss: Tensor, tensors: Sequence[Tensor]) -> Sequence[Any]:
-    """Returns the gradients of the loss, scaled down if they overflow float16, as loss scaling does."""
+    """Returns the gradients of the loss, which is scaled down if the gradients overflow float16."""
     for scale in LOSS_SCALES:
         found = torch.autograd.grad(scale * loss, tensors, retain_graph=True, allow_unused=True)
         if all(gradient is None or bool(gradient.isfinite().all()) for gradient in found):
@@ -212,7 +214,7 @@ def _declared_gradients(
 
 
 def _like(gradient: Tensor | None, wanted: Tensor) -> Tensor:
-    """Returns the gradient in the orientation of the declared one, [d, h] for a weight stored as [h, d]."""
+    """Returns the gradient in the orientation of `wanted`, [d, h] for a weight stored as [h, d]."""
     if gradient is None:
         return torch.zeros_like(wanted)
     gradient = gradient.to(wanted)

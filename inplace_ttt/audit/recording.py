@@ -1,7 +1,7 @@
 """Records inputs and outputs of the TTT layers of a running model.
 
-Its hooks are the audit's own: on the down-projection, its MLP and the first decoder layer. A fault in the
-package's hooks does not affect them.
+The audit has its own hooks on the down-projection, its MLP and the first decoder layer. So a fault in the
+package's hooks does not affect the recording.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Piece:
     """Consecutive tokens of a document.
 
     Attributes:
-        forward: number of the forward that read them.
+        forward: number of the forward that read the tokens.
         row: row of the batch.
         start: first token in the row.
-        stop: token after the last one.
-        writes: True if they fill chunks.
+        stop: position after the last token.
+        writes: True if the tokens fill chunks.
     """
 
     forward: int
@@ -50,7 +50,7 @@ class Seen:
         source: source of the targets, detached.
         out: output of the down-projection, detached.
         rows: shape [B, T] of the batch.
-        passed: the output with its graph, which later modules may change in place.
+        passed: the output with its graph. Later modules may change it in place.
         path: the source with its graph, as a view that only the targets use.
     """
 
@@ -76,7 +76,7 @@ class Recording:
 
     Attributes:
         config: the settings under which the model ran.
-        layers: its TTT layers by number.
+        layers: the model's TTT layers by number.
         dtype: dtype of the computation if autocast changed it, or None.
         rules: declared rules at the time of the run, for layers whose settings or tensors may have changed
             since.
@@ -148,8 +148,8 @@ def recording(lm: Any, config: InPlaceTTTConfig) -> Iterator[Recording]:
 def _fork_of_input(module: nn.Module, held: dict[str, Tensor], name: str) -> list[Any]:
     """Returns hooks that pass a view of the input to the module's other hooks.
 
-    The module itself receives the input. The view is kept in `held`. The gradient by it comes through the
-    targets alone, since their source is taken by hooks.
+    The module itself receives the input, and only hooks receive the view. The targets take their source by
+    hooks, so the view's gradient comes through the targets alone. The view is kept in `held`.
     """
     own: list[Tensor] = []
 
@@ -173,8 +173,8 @@ def _fork_of_input(module: nn.Module, held: dict[str, Tensor], name: str) -> lis
 
 
 def _for_the_layer_alone(down: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
-    """Returns the input as a view of the layer's own.
+    """Returns a view of the input for this layer alone.
 
-    The gradient by the view leaves out other users of the input, such as LoRA around the layer.
+    The view's gradient leaves out other users of the input, such as LoRA around the layer.
     """
     return (args[0].view_as(args[0]),)

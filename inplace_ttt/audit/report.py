@@ -165,7 +165,7 @@ class Report:
         return sum(result.verdict == verdict for result in self.items)
 
     def summary(self) -> str:
-        """Sums the audit up in one sentence.
+        """Summarizes the audit in one sentence.
 
         Returns:
             The number of deviations and their ids.
@@ -209,8 +209,8 @@ class Report:
             other: another report.
 
         Returns:
-            The other report's subject and undeclared deviations, and the verdict and finding of each report
-            per item that differs.
+            A dict with the other report's subject and undeclared deviations, and with the verdicts and
+            findings of both reports for each item that differs.
 
         Examples:
             >>> report.compared(report)["differences"]
@@ -265,7 +265,7 @@ class Report:
             other: another report to compare with, or None.
 
         Returns:
-            The page, which loads nothing.
+            The page, which loads no other files.
 
         Examples:
             >>> report.to_html().startswith("<!DOCTYPE html>")
@@ -298,11 +298,11 @@ def _said(result: Result) -> str:
 
 _TITLE = "In-Place TTT audit: "
 _HEAD = 1 << 15
-"""Number of bytes of a report that include its title; the style of a page stands before the title."""
+"""Number of bytes at the start of a report that include its title. A page has its style before the title."""
 
 
 def is_report(file: str | os.PathLike[str]) -> bool:
-    """Returns True if the file is a report in one of its forms, so that a new report may replace it."""
+    """Returns True if the file is an audit report in any form. A new report may replace such a file."""
     try:
         values = read_json(Path(file), "not a report")
     except InPlaceTTTError:

@@ -18,7 +18,7 @@ from .ways import as_one_text
 def drawn_sizes(probed: Probed) -> Iterator[Reading]:
     """Reads many rows, many chunks, many documents, large chunks and a long session.
 
-    The session reads a text longer than the piece that it reads in one call.
+    The session's text is longer than the piece that a session reads in one forward.
     """
     draw, chunk = random.Random(probed.seed), probed.chunk
     rows = draw.randint(6, 9)

@@ -1,6 +1,7 @@
-"""Further calls of a model that users make; each must compute the declared rule.
+"""Further ways in which users call a model. Each must compute the declared rule.
 
-The texts are short; `sizes` draws larger ones. A way that a model family or a setting refuses is skipped.
+The texts are short, and `sizes` draws longer texts. A way that a model family or a setting refuses is
+skipped.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def as_one_text(
         record: the recording.
         rows: number of rows.
         skipped: numbers of forwards that are left out.
-        unwritten: numbers of forwards whose tokens read and do not write.
+        unwritten: numbers of forwards whose tokens read but do not write.
     """
     numbers = [n for n in range(len(record.forwards)) if n not in skipped]
     return [[Piece(n, row, 0, record.tokens(n), n not in unwritten) for n in numbers] for row in range(rows)]
@@ -115,10 +116,10 @@ def contexts(probed: Probed) -> Iterator[Reading]:
 
 
 def caches(probed: Probed) -> Iterator[Reading]:
-    """Reads through caches of several origins.
+    """Reads through several caches.
 
-    They are a cache that the model creates, a copied one, one whose KV cache is dropped, and one used with
-    TTT off.
+    They are a cache that the model creates, a copied cache, a cache without its KV cache, and a cache used
+    with TTT off.
     """
     chunk, lm = probed.chunk, probed.lm
     first, second, third = probed.ids(2, 4 * chunk).split([chunk + 3, chunk + 4, 2 * chunk - 7], 1)

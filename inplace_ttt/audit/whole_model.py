@@ -1,4 +1,4 @@
-"""A converted model and the measurements on the whole of it, each made once for all probes."""
+"""A converted model, with measurements on the whole model that are each made once for all probes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _TEXT = (
 
 
 _SMALL = 20_000_000
-"""Largest number of parameters for which the model itself is called in every way."""
+"""Largest number of parameters at which the model itself is called in every way."""
 
 Measured = TypeVar("Measured")
 
@@ -40,8 +40,8 @@ class WholeModel:
 
     Attributes:
         model: the converted model, possibly wrapped.
-        tokenizer: used to read real text; random ids without one.
-        seed: of random inputs.
+        tokenizer: encodes a real text. If None, token ids are random.
+        seed: seed of random inputs.
         lm: the causal language model in `model`.
     """
 
@@ -70,19 +70,19 @@ class WholeModel:
     def undrivable(self) -> str:
         """The reason why the probes cannot drive a single layer, or "" if they can.
 
-        They set a convolution and expect sums of writes.
+        The probes set a convolution, and expect sums of writes.
         """
         if self.config.target == "gradient":
             return (
-                "its targets are loss gradients, which one layer alone does not have; `declared-rule` covers "
-                "all of it"
+                "its targets are loss gradients, which one layer alone cannot compute; the item "
+                "`declared-rule` covers the whole rule"
             )
         names = sorted({"conv", "write_norm", "preserve_row_norms"} & set(self.config.extensions))
         if not names:
             return ""
         return (
-            f"with {' and '.join(names)} a layer lacks a convolution to set, or reads no sum; "
-            "`declared-rule` covers all of it"
+            f"with {' and '.join(names)} a layer lacks a convolution to set, or reads no sum; the item "
+            "`declared-rule` covers the whole rule"
         )
 
     @property
@@ -158,7 +158,7 @@ class AfterReading:
 
 
 def fingerprints(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Returns two sums over the bits of every parameter and buffer, without quantized parameters."""
+    """Returns two sums over the bits of each parameter and buffer. Quantized parameters are left out."""
     found = {}
     for name, tensor in [*readable_parameters(model), *model.named_buffers()]:
         flat = tensor.detach().contiguous().reshape(-1)

@@ -1,1 +1,1 @@
-"""Measures on a text the tensors that the extensions need."""
+"""Measures the tensors that extensions of the method need, on a text."""

@@ -69,8 +69,8 @@ def seeing(model: Any) -> Iterator[dict[int, Seen]]:
 def probing(model: Any) -> Iterator[dict[int, Tensor]]:
     """Yields a dict of probes, by layer index.
 
-    A probe is a new zero in each forward pass, added to the TTT layer's output, to take the gradient of.
-    Parameters require no gradient inside the block.
+    A probe is a tensor of zeros that each forward pass adds to the TTT layer's output. Its gradient is the
+    gradient at that output. Parameters require no gradient inside the block.
     """
     probes: dict[int, Tensor] = {}
 
@@ -93,9 +93,10 @@ def feeling(model: Any) -> Iterator[dict[int, Tensor]]:
     """Yields a dict in which every forward pass stores the sensitivity of each TTT layer's block, by index.
 
     The sensitivity is the change of the block's output per change of the down-projection's output. It is a
-    scalar, the median over tokens of ‖uᵀ ∂block / ∂down‖ / ‖u‖ for random signs u. It is 1 if that output is
-    added to the residual stream unchanged. If it is multiplied before, the sensitivity is the multiplier. If
-    a norm follows, as in Gemma 3, it is some hundreds or more.
+    scalar, the median over tokens of ‖uᵀ ∂block / ∂down‖ / ‖u‖ for random signs u. It is 1 if the
+    down-projection's output is added to the residual stream unchanged. If that output is multiplied first,
+    the sensitivity is the multiplier. If a norm follows it, as in Gemma 3, the sensitivity is some hundreds
+    or more.
     """
     blocks, generator = locate(model).layers, torch.Generator().manual_seed(0)
     found: dict[int, Tensor] = {}
@@ -106,7 +107,7 @@ def feeling(model: Any) -> Iterator[dict[int, Tensor]]:
             signs = torch.randint(2, leaves.shape, generator=generator).to(leaves) * 2 - 1
             (felt,) = torch.autograd.grad(leaves, probes[index], signs)
             found[index] = felt.float().norm(dim=-1).median() / math.sqrt(felt.shape[-1])
-            # detached, so that no graph is kept for a later gradient
+            # detached, since no later gradient needs the graph
             return (leaves.detach(), *out[1:]) if isinstance(out, tuple) else leaves.detach()
 
         return take
@@ -118,5 +119,5 @@ def feeling(model: Any) -> Iterator[dict[int, Tensor]]:
 
 
 def _keep(place: list[Tensor], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Stores a module's first argument; a pre-hook."""
+    """Stores a module's first argument. It is a forward pre-hook."""
     place[:] = [args[0] if args else kwargs["hidden_states"]]

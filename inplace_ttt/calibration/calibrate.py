@@ -30,10 +30,10 @@ from .initial_projection import initial_projections
 CALIBRATION_TOKENS = 32_768
 """Default number of tokens that a calibration reads.
 
-It determines Σ of 1,536 directions to within some percent.
+With 1,536 directions, so many tokens determine their variances to within some percent.
 """
 _TOKENS_FOR_SCALE = 4096
-"""Default number of tokens if only one number per layer is measured."""
+"""Default number of tokens if the calibration measures only one number per layer."""
 
 _AT_ONCE, _SMALL = 4096, 10**9
 
@@ -91,12 +91,13 @@ class _Seen:
 def calibrate(model: Any, rows: Sequence[Tensor], *, progress: bool = False) -> None:
     """Measures the tensors that a converted model's extensions need, and sets them in place.
 
-    It is for configs with `needs_calibration`, which have such extensions. The rows are read with TTT off.
-    For a gradient target or a calibrated P they are read again, with a backward pass.
+    Call it if `config.needs_calibration` is True. The rows are read with TTT off. For a gradient target or a
+    calibrated P they are read again, with a backward pass.
 
     Args:
         model: a converted model.
-        rows: token ids [1, T], int64, of a text like those to be read; about 32,768 tokens in all.
+        rows: token ids [1, T], int64, of a text that resembles the texts to be read. About 32,768 tokens in
+            all are enough.
         progress: show a bar on stderr.
 
     Raises:
@@ -115,7 +116,7 @@ def calibrate(model: Any, rows: Sequence[Tensor], *, progress: bool = False) -> 
     config = config_of(model)
     if not config.needs_calibration:
         raise InPlaceTTTError(
-            "this config lacks extensions that are measured on a text, so that calibration does nothing; "
+            "this config lacks extensions that are measured on a text, so calibration would do nothing; "
             "leave it out."
         )
     if not rows:
@@ -130,7 +131,7 @@ def calibrate(model: Any, rows: Sequence[Tensor], *, progress: bool = False) -> 
             if not locate(model).base(row, use_cache=False).last_hidden_state.isfinite().all():
                 raise InPlaceTTTError(
                     "the model's hidden states are not finite on the calibration text; its weights are "
-                    "damaged, or their dtype too narrow."
+                    "damaged, or their dtype is too narrow."
                 )
             for index, seen in found.items():
                 over_text.setdefault(index, _Seen(layers[index], seen)).add(seen, felt[index])
@@ -163,11 +164,12 @@ class BaseToMeasure:
     def load(cls, checkpoint: Checkpoint, device: str = "cpu") -> BaseToMeasure:
         """Loads the base onto a device.
 
-        On a CPU that only emulates its dtype, a small model is measured in float32, several times faster.
+        On a CPU that only emulates the base's dtype, a small model is measured in float32. That is several
+        times faster.
         """
         base = load_base(checkpoint.folder)
         dtype = base.dtype
-        if getattr(base, "is_quantized", False):  # its loader has placed it
+        if getattr(base, "is_quantized", False):  # its loader has already placed it on a device
             return cls(base, dtype)
         if device == "cpu" and emulated(dtype) and base.num_parameters() < _SMALL:
             base = base.float()
@@ -186,7 +188,7 @@ class BaseToMeasure:
 def _mean_embedding(model: Any) -> Tensor:
     """Returns the mean embedding over the vocabulary, float32 [d], each token counted once.
 
-    A mean over a text would remove the part that distinguishes the text's words from others.
+    With a mean over a text, the difference between the text's own words and others would be lost.
     """
     table = model.get_input_embeddings()
     ids = torch.arange(table.num_embeddings, device=table.weight.device)

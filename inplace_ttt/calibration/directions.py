@@ -1,13 +1,13 @@
 """Finds the directions in which a layer's activations vary most, in one pass over a text.
 
-If h is large, Σ = Σ z zᵀ [h, h] is not stored. A text of up to 1,024 tokens is kept as it is. Σ is summed if
-a sketch would not be smaller. Otherwise Y = Σ Ω [h, l] is summed for l = 2r directions Ω, and Σ ≈ Y (Ωᵀ Y)⁻¹
-Yᵀ (Nyström).
+The second moment is Σ = Σ_t z_t z_tᵀ [h, h]. A text of up to 1,024 tokens is stored itself. For a longer
+text, Σ is summed, unless a sketch is smaller. The sketch sums Y = Σ Ω [h, l] for l = 2r directions Ω, and
+then Σ ≈ Y (Ωᵀ Y)⁻¹ Yᵀ (Nyström).
 
-The spectrum of activations falls slowly, and a random Ω captures too little of it. Each time the number of
-tokens has doubled, the range of the approximation therefore becomes the new Ω. This does not change the
-approximation, and the following tokens are sketched along the directions that matter. It is a subspace
-iteration whose steps read different parts of the text. The center is subtracted at the end.
+The spectrum of activations falls slowly, and a random Ω captures too little of it. So each time the number of
+tokens has doubled, the range of the approximation becomes the new Ω. The approximation so far stays the same.
+The sketch of the following tokens uses the most important directions. This is a subspace iteration whose
+steps read different parts of the text. The center is subtracted at the end.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from torch import Tensor
 from ..errors import InPlaceTTTError
 
 _OVERSAMPLING = 2
-"""Columns of the sketch over r.
+"""Columns of the sketch, as a multiple of r.
 
-At r = h / 6, in SmolLM2's layers, the directions found hold over 99 % of the variance of the best ones. With
-3/2 it is 98 % or more, and with a random Ω throughout 95 %.
+At r = h / 6, in SmolLM2's layers, the directions found have over 99 % of the variance of the best directions.
+With a multiple of 3/2 they have 98 % or more, and with a random Ω throughout 95 %.
 """
 
 _ROUNDINGS = 4
@@ -34,16 +34,16 @@ If the text is one token repeated, the eigenvalues of ΩᵀY reach down to -0.7 
 """
 
 _AT_ONCE = 1024
-"""Number of tokens that are converted to float32 together; a text of at most this length is kept."""
+"""Number of tokens that are converted to float32 together. A text of at most this length is stored itself."""
 
 
 class Directions(NamedTuple):
     """Leading directions of the second moment of z - ‖z‖c, or of z itself with c = 0, in float32.
 
-    c = E[‖z‖z] / E[‖z‖²] minimizes the rest, as the mean does if all z have equal norms.
+    c = E[‖z‖z] / E[‖z‖²] minimizes E‖z - ‖z‖c‖². It plays the role of the mean, for z of different norms.
 
-    From a sketch the eigenvalues are too low: together by a few percent, the last ones by 10 % or more. The
-    trace is exact. For a text of up to 1,024 tokens everything is exact.
+    The eigenvalues from a sketch are too low. Their sum is too low by a few percent, and the last ones by
+    10 % or more. The trace is exact. For a text of up to 1,024 tokens everything is exact.
 
     Attributes:
         values: the r largest eigenvalues [r], descending.
@@ -61,13 +61,13 @@ class Directions(NamedTuple):
 class LeadingDirections:
     """Accumulates activations z [..., h] of any dtype.
 
-    It holds the smaller of h² and 4 r h float32 values, and a text of up to 1,024 tokens.
+    It stores the smaller of h² and 4 r h float32 values, and a text of up to 1,024 tokens.
 
     Args:
         width: h.
         rank: r, the number of directions.
         device: device of the sums.
-        centered: subtract ‖z‖c; c is zero without it.
+        centered: subtract ‖z‖c. If False, c is zero.
 
     Raises:
         InPlaceTTTError: if the rank is not between 1 and h.
@@ -78,13 +78,13 @@ class LeadingDirections:
     ) -> None:
         if not 0 < rank <= width:
             raise InPlaceTTTError(
-                f"{rank} directions were asked of activations of width {width}; give a rank of 1 to {width}."
+                f"activations of width {width} do not have {rank} directions; give a rank of 1 to {width}."
             )
         columns = _OVERSAMPLING * rank
         self.rank, self.tokens, self.trace, self.centered = rank, 0, 0.0, centered
         self._next = columns
         self._onto: Tensor | None = None  # Ω; None for the identity, with which the sum is Σ itself
-        if 2 * columns < width:  # drawn on the CPU, so that every device gets the same values
+        if 2 * columns < width:  # drawn on the CPU, so every device has the same values
             start = torch.randn(width, columns, generator=torch.Generator().manual_seed(0)).to(device)
             self._onto = torch.linalg.qr(start).Q
         self._sum = torch.zeros(width, width if self._onto is None else columns, device=device)
@@ -104,7 +104,7 @@ class LeadingDirections:
             if not square < float("inf"):
                 raise InPlaceTTTError(
                     "a down-projection's input was not finite on the calibration text; load the model in a "
-                    "dtype that holds it."
+                    "dtype with a larger range."
                 )
             self._total += torch.linalg.vector_norm(part, dim=-1) @ part
             self.tokens, self.trace = self.tokens + len(part), self.trace + square
@@ -128,7 +128,7 @@ class LeadingDirections:
         if self.tokens < self.rank:
             raise InPlaceTTTError(
                 f"{self.tokens} tokens cannot determine the {self.rank} largest directions of a "
-                "down-projection's input; calibrate on more, or lower the rank."
+                "down-projection's input; calibrate on more tokens, or lower the rank."
             )
         square = self.trace / self.tokens
         center = self._total / self.tokens / square if square else self._total

@@ -1,6 +1,6 @@
 """Measures the scale of targets that are loss gradients (extension).
 
-With it, one value of η means the same in every layer and model.
+With this scale, one value of η has about the same effect in every layer and model.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def gradient_scales(
     for index, (outputs, of_loss, keys) in sums.items():
         if not of_loss > 0 or not keys > 0:
             raise InPlaceTTTError(
-                "no gradient reached a TTT layer over the calibration text; give rows of two tokens and "
-                "more of real text."
+                "no gradient reached a TTT layer over the calibration text; give rows of real text with at "
+                "least two tokens."
             )
         found[index] = float((outputs / of_loss).sqrt() * tokens / keys)
     return found

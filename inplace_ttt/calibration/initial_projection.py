@@ -1,12 +1,12 @@
 """Computes an initial P from gradients (extension).
 
-With it, a layer writes so that the model expects the token that came next.
+With this P, the writes of an untrained layer make the model expect the token that came next.
 
-If P is random or the identity, the layers above need not understand the reads of an untrained layer.
-Training then has to find a suitable form. One backward pass gives that form. Let g_t be the gradient, at the
-down-projection's output, of the loss of token t + 1 and all later ones. Then -g_t is the vector that should
-have been added there. P is the least-squares map onto it from the source x_{t+1}, which the next tap of the
-look-ahead convolution passes to P.
+If P is random or the identity, the layers above may be unable to use the reads of an untrained layer.
+Training must then find a suitable P. One backward pass finds it directly. Let g_t be the gradient, at the
+down-projection's output, of the loss of token t + 1 and all later tokens. Then -g_t is the direction in which
+that output should have changed. P is the least-squares map from the source x_{t+1} to -g_t. The next tap of
+the look-ahead convolution passes x_{t+1} to P.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from ..surgery import disable_ttt, fast_weights
 from .activations import probing, seeing
 
 RIDGE = 0.1
-"""Ridge of the least squares, as a fraction of the source's mean variance."""
+"""Ridge of the least-squares map, as a fraction of the source's mean second moment."""
 
 
 def initial_projections(model: Any, rows: Sequence[Tensor], *, progress: bool = False) -> dict[int, Tensor]:
     """Computes P of every TTT layer, with a forward and a backward pass per row.
 
-    P has the size of the identity: the mean of ‖x P‖² is that of ‖x‖².
+    P is scaled to the size of the identity, so the mean of ‖x P‖² equals the mean of ‖x‖².
 
     Args:
         model: a converted model.
@@ -85,7 +85,7 @@ def least_squares(moment: Tensor, slope: Tensor) -> Tensor:
     size = torch.einsum("ij,ik,kj->", proj, moment.double(), proj)
     if not size > 0:
         raise InPlaceTTTError(
-            "no gradient reached a TTT layer over the calibration text; give rows of two tokens and more "
-            "of real text."
+            "no gradient reached a TTT layer over the calibration text; give rows of real text with at least "
+            "two tokens."
         )
     return (proj * (moment.trace() / size).sqrt()).float()

@@ -1,4 +1,4 @@
-"""Selects the rows of texts that a calibration reads."""
+"""Selects the rows that a calibration reads, from texts."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ ROW = 2048
 _SHORTEST = 16
 """Smallest number of tokens of a text's last row.
 
-In the medians of norms every row counts alike, and the activations of a first token are exceptional.
+Every row has the same weight in the sums of medians. The activations of a row's first token are exceptional,
+and would distort a very short row.
 """
 
 _NEAR = 64
-"""Fraction of the tokens, as a divisor, for which no further row is started.
+"""Divisor of the number of tokens.
 
-A further row is not started for less than half a row either.
+No further row is read if the missing tokens are at most this part of all tokens, and at most half a row.
 """
 
 
@@ -35,8 +36,9 @@ def calibration_rows(
 ) -> list[tuple[Document, Tensor]]:
     """Selects about `tokens` tokens in whole rows.
 
-    It takes one row per text, from texts spread over all of them. If that is too little, it takes the first
-    rows of the other texts too, then second rows, and so on. If the texts hold fewer tokens, it warns.
+    It first selects one row per text, from texts at equal distances in the sequence. If these are too few
+    tokens, it adds the first rows of the other texts, then second rows, and so on. It logs a warning if the
+    texts have fewer tokens than asked for.
 
     Args:
         documents: the texts.
@@ -63,7 +65,7 @@ def calibration_rows(
             break
     else:
         logger.warning(
-            "the calibration read %s tokens, all that its texts hold, of %s; give it more text",
+            "the calibration read all %s tokens of its texts, but wants %s; give it more text",
             f"{read:,}",
             f"{tokens:,}",
         )
@@ -71,8 +73,10 @@ def calibration_rows(
 
 
 def _rows(document: Document, tokenizer: Any, length: int, most: int) -> Iterator[tuple[Document, Tensor]]:
-    """A text's rows, each with what the tokenizer puts before a text; what is behind the first is read when
-    it is asked for."""
+    """Yields a text's rows, each with the special tokens that begin a text.
+
+    The text after the first row is tokenized only if a second row is needed.
+    """
     first = tokens_of(document, tokenizer, length)
     yield document, first
     if first.shape[1] == length:
@@ -83,7 +87,7 @@ def _rows(document: Document, tokenizer: Any, length: int, most: int) -> Iterato
 
 
 def _in_turn(texts: Iterable[Iterator[tuple[Document, Tensor]]]) -> Iterator[tuple[Document, Tensor]]:
-    """The first of each, then the second of each that has one, and so on."""
+    """Yields the first row of each text, then the second row of each text that has one, and so on."""
     while True:
         longer = []
         for text in texts:

@@ -1,4 +1,4 @@
-"""The adapter format: a conversion's new tensors and a description of their base."""
+"""The adapter format, which consists of a conversion's new tensors and a description of their base."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any
 from safetensors import safe_open
 
 from ..config import InPlaceTTTConfig
-from ..converted_config import BaseModel
+from ..converted_config import ADAPTER_TYPE, BaseModel, auto_map, write_shim
 from ..errors import InPlaceTTTError, reported, shown
 from ..files.folders import save_tensors
 from ..files.json_files import read_json, write_json
 from ..files.paths import name_problem
 from ..files.schema import from_values
 from .layer_tensors import LayerTensors, check_tensors
-from .reading import ADAPTER_CONFIG, TTT_SHARD, tensor_names, ttt_config_in
+from .reading import ADAPTER_CONFIG, CONFIG, TTT_SHARD, tensor_names, ttt_config_in
 
 _ADAPTER_FORMAT = 1
 _NAME = re.compile(r"(?P<layer>\d{1,6})\.(?P<kind>[a-z_.]+)")
@@ -28,7 +28,7 @@ _NAME = re.compile(r"(?P<layer>\d{1,6})\.(?P<kind>[a-z_.]+)")
 
 @dataclass(frozen=True)
 class _AdapterBase(BaseModel):
-    """The base of an adapter. Its fingerprint is required: an adapter is useless without it."""
+    """The base of an adapter. Its fingerprint is required, since an adapter fits only one base."""
 
     fingerprint: str = field(kw_only=True)
 
@@ -58,6 +58,9 @@ def write_adapter(
     write_json(
         folder / ADAPTER_CONFIG, {"format": _ADAPTER_FORMAT, "config": config.to_dict(), "base": dict(base)}
     )
+    # by these two files the Auto classes load the folder
+    write_json(folder / CONFIG, {"model_type": ADAPTER_TYPE, "auto_map": auto_map("AdapterConfig")})
+    write_shim(folder)
 
 
 def is_adapter(path: str | os.PathLike[str]) -> bool:
@@ -92,7 +95,7 @@ def located(
     base: str,
     remedy: str = "give its new path with --base, in Python with base=",
 ) -> str:
-    """Returns the base that an adapter names.
+    """Returns the base of an adapter, after a check that it exists.
 
     Args:
         path: the adapter, for the message.

@@ -28,7 +28,8 @@ def max_logit_difference(base: str | os.PathLike[str], converted: str | os.PathL
     expected = _logits(load_base(base))
     if not expected.isfinite().all():
         raise InPlaceTTTError(
-            f"{base} computes logits that are not finite; its weights are damaged, or their dtype too narrow."
+            f"{base} computes logits that are not finite; its weights are damaged, or their dtype is too "
+            "narrow."
         )
     gc.collect()
     model = load(converted)

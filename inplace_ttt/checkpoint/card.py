@@ -1,7 +1,7 @@
 """The model card (README.md) of a converted checkpoint: origin, settings, measurements and use.
 
-The card's front matter holds the facts that its text is rendered from. The card of a checkpoint that is made
-from this one inherits them.
+The card's front matter holds the facts from which its text is rendered. If another checkpoint is made from
+this one, its card inherits these facts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NUMBERS = {
 """Labels of an evaluation's figures, in the order in which a card lists them."""
 SHOWN = tuple(_NUMBERS)
 _NAMED = 4
-"""Number of files that a card names."""
+"""Largest number of files that a card names."""
 
 
 def write_card(
@@ -57,8 +57,8 @@ def write_card(
         form: "full", "adapter", "lora" (PEFT's folder, with conv and P) or "reference".
         facts: tables of plain values. `calibration` has files, tokens and sha256. `training` has steps,
             tokens_a_step, train, sources and sha256. `evaluation` has documents and the keys of
-            `Comparison.to_dict`. `audit` has profile, undeclared and declared. Pass None for a fact that does
-            not hold for the new weights. A fact that is not passed is copied from the source's card.
+            `Comparison.to_dict`. `audit` has profile, undeclared and declared. Pass None for a fact that is
+            not true of the new weights. A fact that is not passed is copied from the source's card.
     """
     known = {} if source is None else _front_matter(source / CARD)
     before = known.get(MODEL_TYPE) or {}
@@ -90,9 +90,9 @@ def write_export_card(
     Args:
         folder: the new checkpoint.
         source: folder of the session's model.
-        base: description of its base.
+        base: description of that model's base.
         form: "plain" or "lora".
-        about: what was exported and measured; the template lists it.
+        about: facts of the export and its measurements, by the names that the template uses.
     """
     known, name = _front_matter(source / CARD), str(base.get("name_or_path") or "")
     data = ModelCardData(
@@ -159,7 +159,7 @@ def _front_matter(file: Path) -> dict[str, Any]:
 
 
 def _write(file: Path, card: str) -> None:
-    # file names may hold bytes that are not UTF-8
+    # file names may contain bytes that are not UTF-8
     file.write_text(card, encoding="utf-8", errors="backslashreplace")
 
 
@@ -191,7 +191,7 @@ def _card(data: ModelCardData, facts: dict[str, Any], folder: Path) -> str:
 
 
 def _name(folder: Path) -> str:
-    """Returns the name that a folder gets when it is complete."""
+    """Returns the final name of a folder that is still being written under a temporary name."""
     return folder.resolve().name.removeprefix(".").removesuffix(".partial")
 
 

@@ -1,6 +1,6 @@
-"""Copies the files beside a checkpoint's weights: tokenizer, templates, generation config, license, code.
+"""Copies the files next to a checkpoint's weights: tokenizer, templates, generation config, license, code.
 
-Every file that does not hold weights counts.
+These are all files that do not hold weights.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .reading import ADAPTER_CONFIG, CONFIG, INDEX, WEIGHTS
 
 _GENERATION = "generation_config.json"
 _OTHERS = (CONFIG, INDEX, ADAPTER_CONFIG, SHIM_FILE, "README.md", "*.index.json")
-"""Files that are not copied: each writer makes its own, and the model card describes the base."""
+"""Files that are not copied. Each writer makes its own, and a base's model card describes the base alone."""
 
 
 def companions(folder: Path) -> Iterator[Path]:
@@ -44,7 +44,7 @@ def copy_companions(source: Path, target: Path) -> None:
     """Copies the companions of `source` that `target` lacks.
 
     Raises:
-        InPlaceTTTError: if one of them is a broken JSON file.
+        InPlaceTTTError: if a companion is a broken JSON file.
     """
     for name in companions(source):
         if (target / name).exists():

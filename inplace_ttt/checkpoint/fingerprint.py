@@ -1,4 +1,4 @@
-"""Fingerprints of weights, which tie a session or an adapter to its model."""
+"""Fingerprints of weights. A session or an adapter records the fingerprint of its model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PIECE = 1024
 def fingerprint(tensors: Iterable[Tensor]) -> str:
     """Returns the sha256 over the tensors' values, in order, rounded to bfloat16.
 
-    A model that was rounded to bfloat16 keeps its fingerprint; one that went through float16 does not.
+    Rounding a model to bfloat16 does not change its fingerprint. Conversion to float16 and back does.
     """
     digest = hashlib.sha256()
     for tensor in tensors:
@@ -37,8 +37,8 @@ def rounded(tensor: Tensor) -> Tensor:
 def looked_at(model: nn.Module) -> Iterator[tuple[str, Tensor, int | None]]:
     """Yields the tensors of a fingerprint, in order: name, tensor, number of values to use (None: all).
 
-    These are W0, conv, P and all measured tensors of every TTT layer, and the start of every parameter.
-    Quantized weights are left out.
+    They are W0, conv, P and all measured tensors of every TTT layer, and the first values of every other
+    parameter. Quantized weights are left out.
     """
     layers = {id(module) for module in fast_weights(model).values()}
     for prefix, module in model.named_modules():

@@ -21,7 +21,7 @@ def fingerprint_in(folder: str | os.PathLike[str]) -> str:
     """
     checkpoint = Checkpoint.open(folder)
     if checkpoint.config.get("quantization_config"):
-        raise InPlaceTTTError(f"{folder} is quantized, so that a session cannot be tied to its weights.")
+        raise InPlaceTTTError(f"{folder} is quantized, so a session cannot be tied to its weights.")
     _, model = empty_model(checkpoint)
     known = checkpoint.names(model)
     names = ((known[name], most) for name, _, most in looked_at(model))
@@ -33,8 +33,8 @@ def fingerprint_in(folder: str | os.PathLike[str]) -> str:
 def base_fingerprint_in(folder: str | os.PathLike[str]) -> str:
     """Returns the fingerprint of the weights that a LoRA adapter was trained on.
 
-    It covers the start of every weight outside `ttt`. A base, its conversion and an adapter of it therefore
-    have the same one.
+    It covers the first values of every weight outside `ttt`. So a base, its conversion and its adapters have
+    the same fingerprint.
 
     Args:
         folder: base, converted checkpoint or adapter folder.

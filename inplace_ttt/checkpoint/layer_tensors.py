@@ -9,14 +9,14 @@ from ..errors import InPlaceTTTError
 from ..layer.quantized import parameter_dtype
 
 LayerTensors = dict[int, dict[str, Tensor]]
-"""TTT layer -> its new tensors: conv [d, 1, k], proj [d, d], and those of the extensions.
+"""TTT layer -> its new tensors: conv [d, 1, k], proj [d, d], and the tensors of extensions.
 
 `TargetGenerator` documents the tensors of the extensions.
 """
 
 
 def check_tensors(tensors: LayerTensors, config: InPlaceTTTConfig, name: str) -> None:
-    """Checks that the TTT tensors are those of the config: layers, kinds, and shapes.
+    """Checks that the layers, kinds and shapes of TTT tensors match a config.
 
     Args:
         tensors: the tensors of each layer.
@@ -29,13 +29,14 @@ def check_tensors(tensors: LayerTensors, config: InPlaceTTTConfig, name: str) ->
     assert isinstance(config.layers, tuple)
     if sorted(tensors) != list(config.layers):
         raise InPlaceTTTError(
-            f"{name} has TTT tensors for layers {sorted(tensors)}, its config names {list(config.layers)}."
+            f"{name} has TTT tensors for layers {sorted(tensors)}, but its config names "
+            f"{list(config.layers)}."
         )
     for layer, held in tensors.items():
         if set(held) != kinds(config):
             has, wants = (", ".join(sorted(names)) for names in (held, kinds(config)))
             raise InPlaceTTTError(
-                f"{name}: layer {layer} has the TTT tensors {has} where its config requires {wants}; convert "
+                f"{name}: layer {layer} has the TTT tensors {has}, but its config requires {wants}; convert "
                 "the base again."
             )
         width, taps = (
@@ -91,7 +92,7 @@ def kinds(config: InPlaceTTTConfig) -> set[str]:
 
 
 def parameters_of(tensors: LayerTensors) -> int:
-    """Returns the number of trained values among a conversion's tensors; the others were measured."""
+    """Returns the number of trained values in a conversion's tensors. Measured tensors do not count."""
     return sum(
         pair[kind].numel()
         for pair in tensors.values()

@@ -29,13 +29,14 @@ def fingerprint_of_base(
 ) -> str | None:
     """Returns the fingerprint of a loaded base's W0, or None if it cannot be computed.
 
-    If the base was quantized on disk, its files are read instead. Loading may have unpacked its weights.
+    If the base is quantized on disk, the fingerprint is computed from its files, since loading may have
+    unpacked its weights.
 
     Args:
         model: the base, converted in memory.
-        source: folder or hub id that it was loaded from.
+        source: folder or hub id that the base was loaded from.
         revision: the hub revision, if any.
-        config: the TTT config, whose layers hold W0.
+        config: the TTT config, which names the layers with a W0.
     """
     on_disk = Checkpoint.here(source, revision)
     if on_disk is not None and on_disk.config.get("quantization_config"):
@@ -52,15 +53,15 @@ def fingerprint_of_base(
 
 
 def load_base(path: str | os.PathLike[str], **kwargs: Any) -> PreTrainedModel:
-    """Loads a causal LM in eval mode. Errors of transformers become one sentence each.
+    """Loads a causal LM in eval mode. An error of transformers is raised again as one sentence.
 
     Args:
         path: model folder or hub id.
         kwargs: arguments for `AutoModelForCausalLM.from_pretrained`.
 
     Raises:
-        InPlaceTTTError: if tensors are missing or have other shapes than config.json gives, or if the
-            checkpoint is in the reference code's format, whose fast weights would be dropped.
+        InPlaceTTTError: if tensors are missing or have other shapes than config.json states. Also if the
+            checkpoint is in the reference code's format, since its fast weights would be dropped.
     """
     if is_folder(path):
         read_config(Path(path))
@@ -78,7 +79,7 @@ def load_base(path: str | os.PathLike[str], **kwargs: Any) -> PreTrainedModel:
         more = f" ({len(others) - 1} more differ)" if len(others) > 1 else ""
         raise InPlaceTTTError(
             f"cannot load {path}: {name} is {list(has)}, but its config.json gives {list(wants)}{more}; "
-            "use config and weights of one checkpoint."
+            "use the config and the weights of one checkpoint."
         )
     refuse_lack(model, found["missing_keys"])
     refuse_reference_format(str(path), found["unexpected_keys"])
@@ -88,11 +89,11 @@ def load_base(path: str | os.PathLike[str], **kwargs: Any) -> PreTrainedModel:
 def _refuse_more_than_stored(
     path: str | os.PathLike[str], config: PreTrainedConfig, trust_remote_code: bool | None
 ) -> None:
-    """Raises InPlaceTTTError if config.json describes a far larger model than the weights beside it.
+    """Raises InPlaceTTTError if config.json describes a far larger model than the weights of its folder.
 
     transformers would first allocate and initialize every parameter that the files lack.
     """
-    # ZeRO-3 shards a model as it is built, and cannot build one without weights
+    # ZeRO-3 shards a model while it is built, and cannot build a model without weights
     if is_deepspeed_zero3_enabled():
         return
     stored = (
@@ -107,7 +108,7 @@ def _refuse_more_than_stored(
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if parameters > stored * (8 if getattr(config, "quantization_config", None) else 1):
         raise InPlaceTTTError(
-            f"cannot load {path}: its config.json describes {parameters:,} parameters, and its weights "
+            f"cannot load {path}: its config.json describes {parameters:,} parameters, but its weights "
             f"take {stored:,} bytes; use "
-            "config and weights of one checkpoint."
+            "the config and the weights of one checkpoint."
         )

@@ -1,4 +1,4 @@
-"""Reads and writes the output of `trainable: lora`: a PEFT adapter with LoRA, conv and P."""
+"""Reads and writes the output of a run with `trainable: lora`, a PEFT adapter with LoRA, conv and P."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class _Base:
     """The base of a PEFT adapter, as the training run records it.
 
     Attributes:
-        fingerprint: of the weights that the adapter was trained on, as `base_fingerprint_in` computes it.
-        ttt: the conversion that the run made of them; None if they were already converted.
+        fingerprint: fingerprint of the weights that the adapter was trained on (`base_fingerprint_in`).
+        ttt: TTT config with which the run converted these weights; None if they were already converted.
     """
 
     fingerprint: str
@@ -33,13 +33,13 @@ class _Base:
 
 
 def tie_to_base(folder: Path, fingerprint: str, surgery: InPlaceTTTConfig | None) -> None:
-    """Records beside a PEFT adapter the fingerprint of its base.
+    """Records the fingerprint of a PEFT adapter's base in the adapter's folder.
 
     If the run converted the base, the TTT config is recorded too.
 
     Args:
         folder: the adapter.
-        fingerprint: of the base, as `base_fingerprint_in` computes it.
+        fingerprint: fingerprint of the base (`base_fingerprint_in`).
         surgery: TTT config of the conversion; None if the base was already converted.
     """
     write_json(
@@ -49,7 +49,7 @@ def tie_to_base(folder: Path, fingerprint: str, surgery: InPlaceTTTConfig | None
 
 
 def base_of(path: str | os.PathLike[str], base: str | None = None) -> str:
-    """Returns the folder of a PEFT adapter's base: `base` if given, else the one that the adapter names.
+    """Returns the folder of a PEFT adapter's base: `base` if given, else the folder that the adapter names.
 
     Raises:
         InPlaceTTTError: if the adapter names no base, or a folder that does not exist.
@@ -61,15 +61,16 @@ def base_of(path: str | os.PathLike[str], base: str | None = None) -> str:
     )
     if not isinstance(named, str) or not named:
         raise InPlaceTTTError(
-            f"{path}/{PEFT_CONFIG} names no base_model_name_or_path; put the base's folder there."
+            f"{path}/{PEFT_CONFIG} names no base_model_name_or_path; set it to the base's folder."
         )
     return located(path, named)
 
 
 def standing_on(path: str | os.PathLike[str], base: str | None = None) -> tuple[str, InPlaceTTTConfig | None]:
-    """Returns `base_of`, and the TTT config of the conversion that the base still needs (None: none).
+    """Returns the folder of a PEFT adapter's base, and the TTT config with which it must be converted.
 
-    An adapter from another program records neither a fingerprint nor a conversion; then the config is None.
+    The config is None if the base is already converted. It is also None for an adapter from another program,
+    which records neither a fingerprint nor a conversion.
 
     Raises:
         InPlaceTTTError: if the base's weights are not those that the adapter was trained on.
@@ -114,9 +115,9 @@ def merged(model: PreTrainedModel, path: str | os.PathLike[str]) -> PreTrainedMo
         (wanted - held, "lacks {} tensors of the modules it adapts"),
         (held - wanted - adapted.state_dict().keys(), "has {} tensors without a place in its base"),
     ):
-        if names:  # PEFT only warns of the first and ignores the second
+        if names:  # PEFT only warns about lacking tensors, and ignores tensors without a place
             raise InPlaceTTTError(
-                f"{path} {problem.format(len(names))} ({min(names)}, …); copy it again, or load it onto "
-                "its own base."
+                f"{path} {problem.format(len(names))} ({min(names)}, …); copy the adapter again, or load it "
+                "onto its own base."
             )
     return adapted.merge_and_unload().eval()

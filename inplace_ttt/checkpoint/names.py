@@ -20,7 +20,7 @@ from ..errors import InPlaceTTTError
 
 
 class TensorNames(dict[str, str]):
-    """Parameter of a model -> name of its tensor in a checkpoint.
+    """A dict from a model's parameter to the name of its tensor in a checkpoint.
 
     Raises:
         InPlaceTTTError: on access to a parameter without a tensor.
@@ -32,16 +32,15 @@ class TensorNames(dict[str, str]):
 
     def __missing__(self, parameter: str) -> str:
         raise InPlaceTTTError(
-            f"{self._checkpoint} lacks a tensor for {parameter}; its weights are not those of its "
-            "config.json."
+            f"{self._checkpoint} lacks a tensor for {parameter}; its weights do not match its config.json."
         )
 
 
 def parameters(names: Iterable[str], model: PreTrainedModel) -> dict[str, str]:
-    """Returns tensor -> the parameter that `from_pretrained` loads it into.
+    """Returns a dict from each tensor to the parameter that `from_pretrained` loads it into.
 
-    It applies transformers' own rules in their order. A tensor that is merged with others into one parameter
-    (of routed experts) keeps its own name.
+    It applies transformers' own rules in their order. If several tensors are merged into one parameter, as
+    for routed experts, each is mapped to its own name.
 
     Args:
         names: tensors of a checkpoint.
@@ -61,9 +60,9 @@ def parameters(names: Iterable[str], model: PreTrainedModel) -> dict[str, str]:
 
 
 def is_computed(parameter: str, model: PreTrainedModel) -> bool:
-    """Returns True if `from_pretrained` computes a parameter from its tensors instead of copying it.
+    """Returns True if `from_pretrained` does not copy a parameter, but computes it from tensors.
 
-    It computes by transposing, splitting or merging them.
+    It may transpose, split or merge tensors.
     """
     rules = (rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightConverter))
     return any(rule.reverse_transform().rename_source_key(parameter)[1] is not None for rule in rules)

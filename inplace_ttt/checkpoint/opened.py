@@ -25,11 +25,11 @@ from .writing import ConversionPlan, describe_base, empty_model, plan_conversion
 
 @dataclass(frozen=True)
 class Conversion:
-    """The facts of a converted model, read without its weights.
+    """The description of a converted model, read without the base's weights.
 
     Attributes:
         config: the TTT config.
-        base: description of its base.
+        base: description of the model's base.
         tensors: the new tensors of each TTT layer.
         model: the converted model on the meta device.
     """
@@ -46,7 +46,7 @@ class Opened(ABC):
 
     Attributes:
         path: folder or hub id.
-        given_base: present place of an adapter's base, if it was moved.
+        given_base: current path of an adapter's base, if it was moved.
         form: "full", "adapter" or "lora".
     """
 
@@ -57,17 +57,17 @@ class Opened(ABC):
 
     @property
     def tokenizer_source(self) -> str:
-        """The folder or hub id of its tokenizer."""
+        """The folder or hub id of the model's tokenizer."""
         return self.path
 
     @property
     def folder(self) -> Path:
-        """The folder of its files on this machine."""
+        """The folder of the model's files on this machine."""
         return Path(self.path)
 
     @property
     def described_base(self) -> dict[str, Any]:
-        """The description of a converted model's base; empty without one."""
+        """The description of a converted model's base; empty if the model does not name it."""
         return dict(self.conversion().base or {})
 
     @property
@@ -81,7 +81,7 @@ class Opened(ABC):
 
     @abstractmethod
     def conversion(self) -> Conversion:
-        """Reads config, base and new tensors, without the base's weights.
+        """Reads the config, the base's description and the new tensors, without the base's weights.
 
         Raises:
             InPlaceTTTError: if the model is not converted.
@@ -103,7 +103,7 @@ class Full(Opened):
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
-        """Its files, with the headers read."""
+        """The checkpoint's files, with their headers read."""
         return Checkpoint.open(self.path)
 
     @property
@@ -142,7 +142,7 @@ class Adapter(Opened):
 
     @cached_property
     def read(self) -> tuple[InPlaceTTTConfig, dict[str, Any], LayerTensors]:
-        """Its TTT config, the description of its base, and its tensors."""
+        """The adapter's TTT config, the description of its base, and its tensors."""
         return read_adapter(self.path)
 
     @property
@@ -155,7 +155,7 @@ class Adapter(Opened):
 
     @property
     def base(self) -> str:
-        """The folder or hub id of its base.
+        """The folder or hub id of the adapter's base.
 
         Raises:
             InPlaceTTTError: if the base was a folder that no longer exists.
@@ -163,7 +163,7 @@ class Adapter(Opened):
         return self.given_base or located(self.path, self.read[1]["name_or_path"])
 
     def planned(self) -> tuple[Checkpoint, ConversionPlan]:
-        """Returns its base and the plan of the base's conversion."""
+        """Returns the adapter's base, and the plan of the base's conversion."""
         checkpoint = Checkpoint.open(self.base)
         return checkpoint, plan_conversion(checkpoint, self.read[0])
 
@@ -186,8 +186,8 @@ class Adapter(Opened):
             )
         if sorted(tensors) != sorted(layers):
             raise InPlaceTTTError(
-                f"{self.path} has tensors for layers {sorted(tensors)}, its config names {sorted(layers)}; "
-                "write the adapter again."
+                f"{self.path} has tensors for layers {sorted(tensors)}, but its config names "
+                f"{sorted(layers)}; write the adapter again."
             )
         with reported(f"cannot load {self.path}"):
             for index, layer in layers.items():
@@ -200,7 +200,7 @@ class Adapter(Opened):
 
 
 class Lora(Opened):
-    """A PEFT adapter, as a run with `trainable: lora` writes it."""
+    """A PEFT adapter, such as a run with `trainable: lora` writes."""
 
     form = "lora"
 
@@ -233,11 +233,11 @@ class Lora(Opened):
 
 
 def open_model(path: str | os.PathLike[str], base: str | None = None) -> Full | Adapter | Lora:
-    """Returns the model at a path, its kind determined by the files there.
+    """Returns the model at a path. The files there determine its kind.
 
     Args:
         path: model folder, adapter folder or hub id.
-        base: present place of an adapter's base, if it was moved.
+        base: current path of an adapter's base, if it was moved.
 
     Raises:
         InPlaceTTTError: if a base is given for a full checkpoint.
@@ -247,29 +247,27 @@ def open_model(path: str | os.PathLike[str], base: str | None = None) -> Full | 
     if is_adapter(path):
         return Adapter(str(path), base)
     if base is not None:
-        raise InPlaceTTTError(
-            f"{path} is not an adapter folder, so that a base does nothing beside it; leave it out."
-        )
+        raise InPlaceTTTError(f"{path} is not an adapter folder, so it needs no base; leave the base out.")
     return Full(str(path))
 
 
 def load(path: str | os.PathLike[str], *, base: str | None = None, **kwargs: Any) -> PreTrainedModel:
-    """Loads a converted model in eval mode: a full checkpoint, or an adapter (also PEFT's) onto its base.
+    """Loads a converted model in eval mode, from a full checkpoint or from an adapter and its base.
 
-    LoRA of a PEFT adapter is merged into the weights. A vision-language checkpoint is loaded with its vision
-    tower.
+    The adapter may also be one of PEFT. Its LoRA is merged into the weights. A vision-language checkpoint is
+    loaded with its vision tower.
 
     Args:
         path: converted checkpoint or adapter folder.
-        base: present place of an adapter's base, if it was moved.
+        base: current path of an adapter's base, if it was moved.
         kwargs: arguments for `AutoModelForCausalLM.from_pretrained` (dtype, device_map, …).
 
     Returns:
         The converted model.
 
     Raises:
-        InPlaceTTTError: if the folder is not converted or incomplete, the base is missing or has other
-            weights than the adapter's, or `base` is given for a full checkpoint.
+        InPlaceTTTError: if the folder is not converted or is incomplete. Also if the base is missing, if its
+            weights are not those that the adapter was made for, or if `base` is given for a full checkpoint.
 
     Examples:
         >>> from transformers import AutoModelForCausalLM, LlamaConfig

@@ -49,7 +49,7 @@ _TTT_NAME = re.compile(r"\.(?P<layer>\d+)\.(?:[^.]+\.)*?(?P<ttt>ttt\.(?P<kind>[\
 
 @dataclass(frozen=True)
 class _Config(Open):
-    """The keys of config.json that are read before transformers reads it; it checks the others."""
+    """The keys of config.json that are checked here. transformers checks the others."""
 
     architectures: list[str] | None = None
 
@@ -61,7 +61,7 @@ class _Index(Open):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint folder: its config.json and the file of each tensor. Opening it reads headers only."""
+    """A checkpoint folder with its config.json and the file of each tensor. `open` reads headers only."""
 
     folder: Path
     name: str  # as the user gave it: a path or a hub id
@@ -74,7 +74,7 @@ class Checkpoint:
         """Opens a folder or a hub id.
 
         Raises:
-            InPlaceTTTError: if it is not a safetensors checkpoint, or a corrupt one.
+            InPlaceTTTError: if it is not a safetensors checkpoint, or is corrupt.
         """
         folder, revision = _resolve(source)
         return cls._in(folder, str(source), revision)
@@ -83,7 +83,7 @@ class Checkpoint:
     def here(cls, source: str, revision: str | None) -> Checkpoint | None:
         """Opens a folder, or a hub id's snapshot in the local cache, without the network.
 
-        Returns None if that is not a safetensors checkpoint.
+        Returns None if there is no safetensors checkpoint.
         """
         try:
             folder = (
@@ -93,7 +93,7 @@ class Checkpoint:
             )
             return cls._in(Path(folder), source, revision)
         except (InPlaceTTTError, OSError, ValueError):
-            # weights in another format (.bin), not in the cache, or not a valid id
+            # the weights have another format (.bin), or are not in the cache, or the id is invalid
             return None
 
     @classmethod
@@ -112,7 +112,7 @@ class Checkpoint:
 
     @contextmanager
     def _file_of(self, name: str) -> Iterator[Any]:
-        """Opens the safetensors file of a tensor. Its errors become one sentence."""
+        """Opens the safetensors file of a tensor. An error of safetensors is raised again as one sentence."""
         shard = self.folder / self.weight_map[name]
         with reported(f"cannot read {name} in {shard}"), safe_open(shard, framework="pt") as file:
             yield file
@@ -200,7 +200,7 @@ class Checkpoint:
         return fingerprint(block for name in matrices for block in self._blocks_with_scales(name))
 
     def _blocks_with_scales(self, name: str) -> Iterator[Tensor]:
-        """Yields a matrix, then its quantizer's tensors `NAME_…`, without which it is not the weight."""
+        """Yields a matrix, then its quantizer's tensors `NAME_…`. Together they determine the weight."""
         yield from self.blocks(name)
         for beside in sorted(other for other in self.weight_map if other.startswith(f"{name}_")):
             yield self.tensor(beside).reshape(-1)
@@ -210,7 +210,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Returns a model folder's config.json.
 
     Raises:
-        InPlaceTTTError: if it is not a model folder, or holds a pipe or device that would block a reader.
+        InPlaceTTTError: if `folder` is not a model folder, or has a pipe or device that would block a reader.
     """
     if not os.path.isdir(folder):
         raise InPlaceTTTError(f"{folder} is not a model folder.")
@@ -218,7 +218,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     if is_peft_adapter(folder):
         raise InPlaceTTTError(
             f"{folder} is an adapter of PEFT; merge it into its base with `inplace-ttt export {folder} OUT "
-            "--format full`, and use OUT."
+            "--format full`, and use the folder OUT."
         )
     values = read_json(folder / CONFIG, f"{folder} is not a model folder")
     known = from_values(_Config, values, str(folder / CONFIG))
@@ -251,7 +251,10 @@ def layer_of(name: str) -> int | None:
 
 
 def _proved_index(folder: Path) -> dict[str, str]:
-    """Returns tensor -> shard from the index. Checks that the shards hold them and are unchanged."""
+    """Returns the index's dict from tensor to shard.
+
+    It checks that the shards have these tensors and are unchanged.
+    """
     index = from_values(
         _Index, read_json(folder / INDEX, f"{folder} has a broken index"), str(folder / INDEX)
     )
@@ -274,13 +277,16 @@ def _proved_index(folder: Path) -> dict[str, str]:
 
 
 def _refuse_more_layers_than_tensors(folder: Path, config: Mapping[str, Any], tensors: int) -> None:
-    """Refuses more layers than tensors: it is another model, and would take very long to build."""
+    """Raises InPlaceTTTError if config.json has more layers than the weights have tensors.
+
+    It then belongs to another model, and building that model could take very long.
+    """
     text = config.get("text_config")
     for values in (config, text if isinstance(text, dict) else {}):
         for name in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
             if isinstance(values.get(name), (int, float)) and values[name] > tensors:
                 raise InPlaceTTTError(
-                    f"{folder / CONFIG} has {name} {shown(values[name])}, but its weights are "
+                    f"{folder / CONFIG} has {name} {shown(values[name])}, but its weights are only "
                     f"{tensors} tensors."
                 )
 

@@ -1,8 +1,9 @@
 """Reads and writes the checkpoint format of the reference code.
 
-Its config.json has `ttt_mode, ttt_layers, ttt_proj, ttt_lr, ttt_chunk, ttt_target` beside a stock model_type.
-Each TTT layer's MLP has two more tensors: `ttt_conv.weight` [d, 1, k] and `ttt_proj.weight` [d, d], used
-untransposed as here. Forks add their own keys and tensors. Unknown keys and tensors are refused.
+Its config.json has `ttt_mode, ttt_layers, ttt_proj, ttt_lr, ttt_chunk, ttt_target`, and a stock model_type.
+Each TTT layer's MLP has two more tensors, `ttt_conv.weight` [d, 1, k] and `ttt_proj.weight` [d, d]. Both are
+used untransposed, as in this package. Forks add their own keys and tensors. Unknown keys and tensors are
+refused.
 """
 
 from __future__ import annotations
@@ -53,14 +54,14 @@ def refuse_reference_format(path: str, tensors: Iterable[str]) -> None:
 def refuse_unknown(checkpoint: Checkpoint, keys: Iterable[str], layers: Iterable[int], whose: str) -> None:
     """Refuses a checkpoint with settings or tensors that the import would drop.
 
-    These are settings of a fork, TTT tensors of other kinds, and TTT tensors of layers that config.json does
-    not name. A key without a value (null) sets nothing and passes.
+    Refused are a fork's own settings, TTT tensors of other kinds, and TTT tensors of layers that config.json
+    does not name. A key with the value null is accepted, since it sets nothing.
 
     Args:
-        checkpoint: in the reference format.
-        keys: `ttt_*` keys of config.json that the import maps.
+        checkpoint: a checkpoint in the reference format.
+        keys: `ttt_*` keys of config.json that the import can read.
         layers: TTT layers that config.json names.
-        whose: code that the format belongs to, for the message.
+        whose: the code whose format it is, for the message.
 
     Raises:
         InPlaceTTTError: naming the first such key or tensor.
@@ -83,7 +84,7 @@ def refuse_unknown(checkpoint: Checkpoint, keys: Iterable[str], layers: Iterable
             )
         if int(match["layer"]) not in named:
             raise InPlaceTTTError(
-                f"{name} has {tensor}, and ttt_layers in its config.json does not name layer "
+                f"{name} has {tensor}, but ttt_layers in its config.json does not name layer "
                 f"{match['layer']}; use the training run's "
                 "config.json."
             )
@@ -94,10 +95,10 @@ class Imported:
     """A checkpoint that was read from the format of another package.
 
     Attributes:
-        checkpoint: its base, without the `ttt_*` keys.
+        checkpoint: the base of the checkpoint, without the `ttt_*` keys.
         plan: the conversion of that base.
         tensors: the new tensors under the names of this package.
-        ignored_layers: TTT layers in its config that the model does not have.
+        ignored_layers: TTT layers in the checkpoint's config that the model does not have.
     """
 
     checkpoint: Checkpoint
@@ -109,7 +110,7 @@ class Imported:
 def read_reference_format(checkpoint: Checkpoint) -> Imported:
     """Reads a checkpoint in the reference format.
 
-    TTT layers beyond the model's last layer, which the reference code ignores silently, are returned in
+    The reference code silently ignores TTT layers beyond the model's last layer. They are returned in
     `ignored_layers`.
 
     Raises:
@@ -148,7 +149,9 @@ def read_reference_format(checkpoint: Checkpoint) -> Imported:
 
 
 def layers_named(checkpoint: Checkpoint) -> tuple[list[int], list[int]]:
-    """Returns the TTT layers that a reference config.json names: those of the model, and those beyond it.
+    """Returns the TTT layers that a reference config.json names, in two lists.
+
+    The first has the layers that the model has, the second the layers beyond the model's last layer.
 
     Raises:
         InPlaceTTTError: if the `ttt_*` keys or the number of layers are missing or invalid.
@@ -166,8 +169,8 @@ def layers_named(checkpoint: Checkpoint) -> tuple[list[int], list[int]]:
             )
     if values.get("ttt_mode") is False:
         raise InPlaceTTTError(
-            f"{checkpoint.name} has ttt_mode false: the reference code then runs the plain model; set it "
-            "to true to import the fast weights."
+            f"{checkpoint.name} has ttt_mode false, and the reference code then runs the plain model; set "
+            "ttt_mode to true to import the fast weights."
         )
     named, count = values["ttt_layers"], values.get("num_hidden_layers")
     if not isinstance(named, list) or not named or not all(type(i) is int and i >= 0 for i in named):
@@ -183,8 +186,8 @@ def layers_named(checkpoint: Checkpoint) -> tuple[list[int], list[int]]:
     ignored = [i for i in named if i >= count]
     if not layers:
         raise InPlaceTTTError(
-            f"{checkpoint.name} names only layers {ignored}, the model has {count}: the reference code "
-            "then runs the plain model."
+            f"{checkpoint.name} names only layers {ignored}, but the model has {count} layers; the reference "
+            "code then runs the plain model."
         )
     return layers, ignored
 
@@ -198,7 +201,7 @@ def _tensors_of(checkpoint: Checkpoint, layer: int, has_proj: bool) -> dict[str,
     conv = checkpoint.tensor(wanted[0])
     if conv.ndim != 3:
         raise InPlaceTTTError(
-            f"{checkpoint.name}: {wanted[0]} is {list(conv.shape)}, a convolution must be [d, 1, taps]."
+            f"{checkpoint.name}: {wanted[0]} is {list(conv.shape)}, but a convolution must be [d, 1, taps]."
         )
     proj = checkpoint.tensor(wanted[1]) if has_proj else torch.eye(conv.shape[0], dtype=conv.dtype)
     return {"conv": conv, "proj": proj}

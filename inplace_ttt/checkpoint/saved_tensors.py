@@ -1,4 +1,4 @@
-"""Compares a saved checkpoint with the model it was saved from: every tensor present and of full shape."""
+"""Checks that a saved checkpoint has every tensor of its model, in full shape."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ def verify_saved(folder: Path, model: PreTrainedModel) -> None:
     """
     if problem := lacking(folder, model):
         raise InPlaceTTTError(
-            f"{folder} {problem} after saving; do not use it; check the DeepSpeed settings."
+            f"{folder} {problem} after saving; do not use this checkpoint, and check the DeepSpeed settings."
         )
 
 
 def require_sound(checkpoint: Checkpoint, model: PreTrainedModel) -> None:
-    """Checks a checkpoint before another is made from it. Reads every tensor.
+    """Checks a checkpoint before another checkpoint is made from it. It reads every tensor.
 
     Args:
-        checkpoint: to check.
-        model: of the same config.json, on any device.
+        checkpoint: the checkpoint to check.
+        model: the model of its config.json, on any device.
 
     Raises:
-        InPlaceTTTError: if the tensors are not those of `model`, or hold NaN or infinities.
+        InPlaceTTTError: if the tensors are not those of `model`, or contain NaN or infinite values.
     """
     if problem := lacking(checkpoint.folder, model):
         raise InPlaceTTTError(
-            f"{checkpoint.name} {problem}, so it is not the model of its config.json; copy or convert it "
+            f"{checkpoint.name} {problem}, so its weights do not match its config.json; copy or convert it "
             "again."
         )
     for name in tqdm(
@@ -47,8 +47,8 @@ def require_sound(checkpoint: Checkpoint, model: PreTrainedModel) -> None:
     ):
         if not checkpoint.is_finite(name):
             raise InPlaceTTTError(
-                f"{checkpoint.name}: {name} holds NaN or infinite numbers; its run diverged, or it is "
-                "damaged."
+                f"{checkpoint.name}: {name} holds NaN or infinite numbers; its training run diverged, or the "
+                "file is damaged."
             )
 
 
@@ -57,7 +57,7 @@ def lacking(folder: Path, model: PreTrainedModel) -> str | None:
 
     Args:
         folder: the checkpoint.
-        model: on any device.
+        model: the model, on any device.
 
     Returns:
         The end of a sentence whose subject is the checkpoint, such as "lacks lm_head.weight".
@@ -77,9 +77,10 @@ def lacking(folder: Path, model: PreTrainedModel) -> str | None:
 
 
 def as_saved(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Returns the parameters under the names and in the parts in which transformers saves them.
+    """Returns the tensors that transformers saves for a model, by name, on the meta device.
 
-    They are on the meta device, in full shape also under ZeRO-3. Some have other names; experts are separate.
+    They have their full shape, also under ZeRO-3. Some names differ from those of the parameters, and the
+    experts are separate tensors.
     """
     whole = {
         name: torch.empty(getattr(p, "ds_shape", p.shape), device="meta")

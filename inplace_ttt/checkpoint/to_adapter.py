@@ -1,6 +1,6 @@
 """Saves a converted model or checkpoint as an adapter.
 
-The adapter is the same model only if training left the base's weights unchanged.
+Base and adapter together are the same model only if training left the base's weights unchanged.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ logger = logging.getLogger(__name__)
 def save_adapter(
     model: PreTrainedModel, path: str | os.PathLike[str], *, base: str | None = None, overwrite: bool = False
 ) -> None:
-    """Saves only a converted model's TTT tensors, to be loaded onto its base.
+    """Saves only the TTT tensors of a converted model, as an adapter of its base.
 
-    If the base's safetensors are in a local folder or the hub's cache, every weight is compared with the
-    base. If not, only the down-projections are compared and a warning is logged.
+    If the base's safetensors are in a local folder or the hub's cache, every weight of the model is compared
+    with the base. If not, only the down-projections are compared, and a warning is logged.
 
     Args:
         model: a converted model, whose base weights were not trained.
@@ -80,7 +80,7 @@ def unchanged_base(model: PreTrainedModel, base: str | None, remedy: str) -> dic
     layers = fast_weights(model)
     if any(module.matrix() is None for module in layers.values()):
         raise InPlaceTTTError(
-            "the base is quantized or wrapped, so that an adapter could not be tied to its weights; save the "
+            "the base is quantized or wrapped, so an adapter could not be tied to its weights; save the "
             "state dict."
         )
     known = getattr(model.config, MODEL_TYPE, {}).get("base", {})
@@ -115,7 +115,7 @@ def base_of(checkpoint: Checkpoint) -> dict[str, Any]:
     if checkpoint.fingerprint(checkpoint.down_projections().values()) != base["fingerprint"]:
         raise InPlaceTTTError(
             f"{checkpoint.name} has other down-projections than {base['name_or_path']}, which an adapter "
-            "would lose; keep it full."
+            "would lose; keep the full checkpoint."
         )
     (_, model), names, weight = empty_model(checkpoint), checkpoint.weight_map, checkpoint.tensor
     _refuse_trained(
@@ -133,14 +133,14 @@ def _refuse_trained(
     revision: str | None,
     remedy: str,
 ) -> None:
-    """Raises InPlaceTTTError for a weight that differs from the base's after rounding as in fingerprints.
+    """Raises InPlaceTTTError if a weight, rounded as in fingerprints, differs from the base's.
 
     Without local safetensors of the base it logs a warning instead.
     """
     known = Checkpoint.here(base, revision)
     if known is None:
         logger.warning(
-            "only the down-projections of %s were compared with %s, of which no safetensors are here",
+            "only the down-projections of %s were compared with %s, whose safetensors are not stored here",
             whose,
             base,
         )
@@ -150,5 +150,5 @@ def _refuse_trained(
         there = theirs.get(parameter)
         if there and not torch.equal(rounded(weight(name)), rounded(known.tensor(there))):
             raise InPlaceTTTError(
-                f"{whose} has another {name} than {base}, which an adapter would lose; {remedy}."
+                f"{whose} has another {name} than {base}, and an adapter would lose the change; {remedy}."
             )

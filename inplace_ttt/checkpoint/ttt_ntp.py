@@ -1,8 +1,9 @@
 """Reads checkpoints of TTT-NTP's code (arXiv 2606.21803), in the form that its training writes.
 
-Its config.json has `ttt_*` keys beside a stock model_type. Its only new tensor is each TTT layer's
-`mlp.ttt_proj.weight` [d, d], used untransposed. Its evaluation writes the prompt instead of chunks, but no
-file of the checkpoint records that or its numbers. `PromptWrite` has the numbers of its evaluation script.
+The config.json has `ttt_*` keys and a stock model_type. The only new tensor of a TTT layer is
+`mlp.ttt_proj.weight` [d, d], used untransposed. TTT-NTP's evaluation writes the prompt instead of chunks. No
+file of the checkpoint records this write or its settings. The defaults of `PromptWrite` are the settings of
+TTT-NTP's evaluation script.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ _WRITE_NORMS = {"sgd": None, "specnorm": "spectral"}
 def is_ttt_ntp(checkpoint: Checkpoint) -> bool:
     """Returns True for a checkpoint of TTT-NTP.
 
-    It has ttt_proj tensors without ttt_conv, and a config.json key that In-Place TTT's code does not have.
+    Such a checkpoint has ttt_proj tensors without ttt_conv, and a config.json key that In-Place TTT's code
+    does not have.
     """
     kinds = {name.rsplit(".", 2)[-2] for name in checkpoint.weight_map if is_reference_tensor(name)}
     return kinds == {"ttt_proj"} and any(key in checkpoint.config for key in _TELLING)
@@ -38,7 +40,8 @@ def read_ttt_ntp(checkpoint: Checkpoint) -> Imported:
     """Reads a TTT-NTP checkpoint.
 
     Raises:
-        InPlaceTTTError: if TTT-NTP's code would not run it, or its two packages would read it differently.
+        InPlaceTTTError: if TTT-NTP's code would not run the checkpoint, or its two packages would run it
+            differently.
     """
     values, name = checkpoint.config, checkpoint.name
     if values.get("model_type") not in _MODEL_TYPES:
@@ -59,7 +62,7 @@ def read_ttt_ntp(checkpoint: Checkpoint) -> Imported:
             )
     if values.get("mlp_bias"):
         raise InPlaceTTTError(
-            f"{name} has mlp_bias true, which TTT-NTP's code leaves out in TTT layers; no such checkpoint "
+            f"{name} has mlp_bias true, but TTT-NTP's code omits the bias in TTT layers; no such checkpoint "
             "is known."
         )
     optimizer, keeps = values["ttt_inner_opt"], values["ttt_norm_preserve"]
@@ -79,7 +82,7 @@ def read_ttt_ntp(checkpoint: Checkpoint) -> Imported:
         "conv": "next",
         "write_norm": _WRITE_NORMS[optimizer],
         "preserve_row_norms": keeps,
-        "prompt_write": {},  # the defaults are the numbers of its evaluation
+        "prompt_write": {},  # the defaults are the settings of TTT-NTP's evaluation
     }
     config = ttt_config_in(settings, checkpoint.folder / CONFIG)
     check_tensors(tensors, config, name)

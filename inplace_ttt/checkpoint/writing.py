@@ -1,8 +1,8 @@
 """Writes a converted checkpoint without loading its base.
 
-Conversion copies no weights. The base's shards are hard links under new names, because a later save into the
-folder must not write through a link. One shard with the new tensors is added, and config.json records the
-conversion.
+Conversion copies no weights. The base's shards become hard links. The links have new names, since a later
+save into the folder must not overwrite the base through a link. One shard with the new tensors is added, and
+config.json records the conversion.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .reading import INDEX, TTT_SHARD, Checkpoint, layer_of
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """The additions of a conversion, determined on a model without weights.
+    """The parts that a conversion adds, determined on a model without weights.
 
     Attributes:
         base_model_type: the base's model_type.
@@ -50,9 +50,9 @@ class ConversionPlan:
 
 
 def empty_model(checkpoint: Checkpoint) -> tuple[PreTrainedConfig, PreTrainedModel]:
-    """Returns the checkpoint's config, and the model that it describes on the meta device, not quantized.
+    """Returns the checkpoint's config, and its model on the meta device, not quantized.
 
-    The model is converted if the config is.
+    The model is converted if the config is that of a converted checkpoint.
     """
     with reported(f"{checkpoint.name} is not a causal LM that transformers can build"), torch.device("meta"):
         config = AutoConfig.from_pretrained(checkpoint.folder)
@@ -60,7 +60,7 @@ def empty_model(checkpoint: Checkpoint) -> tuple[PreTrainedConfig, PreTrainedMod
 
 
 def plan_conversion(checkpoint: Checkpoint, config: InPlaceTTTConfig) -> ConversionPlan:
-    """Converts the checkpoint's architecture on the meta device; errors come before anything is written.
+    """Converts the checkpoint's architecture on the meta device. It raises errors before anything is written.
 
     Raises:
         InPlaceTTTError: if the checkpoint is already converted, or cannot be converted with this config.
@@ -93,7 +93,7 @@ def down_projections(
         model: the converted model.
 
     Raises:
-        InPlaceTTTError: if transformers would not find the new tensors beside W0, or computes W0 from other
+        InPlaceTTTError: if transformers would not find the new tensors next to W0, or computes W0 from other
             tensors.
     """
     names = checkpoint.names(model)
@@ -108,9 +108,9 @@ def down_projections(
             or layer_of(new[layer]) != layer
         ):
             raise InPlaceTTTError(
-                f"{checkpoint.name} keeps {path}.weight as {found[layer]}, beside which transformers would "
-                "not load new tensors into "
-                f"{path}.ttt; load the model, convert it in memory by inplace_ttt.convert, and save it."
+                f"{checkpoint.name} stores {path}.weight as {found[layer]}, and transformers would not load "
+                "new tensors next to that name into "
+                f"{path}.ttt; load the model, convert it in memory with inplace_ttt.convert, and save it."
             )
     return found
 
@@ -118,7 +118,7 @@ def down_projections(
 def initial_tensors(checkpoint: Checkpoint, plan: ConversionPlan) -> LayerTensors:
     """Returns the new tensors of a fresh conversion.
 
-    Their dtype is W0's, or bfloat16 if that is a storage format. Tensors of extensions are zero until
+    Their dtype is that of W0, or bfloat16 if W0 has a storage format. Tensors of extensions are zero until
     calibration.
     """
     tensors: LayerTensors = {}
@@ -150,7 +150,7 @@ def write_full(
     Args:
         folder: existing folder to write into.
         checkpoint: the base.
-        plan: its conversion.
+        plan: the plan of the base's conversion.
         tensors: the new tensors of each TTT layer.
         base: description of the base for config.json.
         keep: returns True for the base's tensors to keep.
@@ -172,10 +172,10 @@ def carry_over(
 ) -> None:
     """Copies a checkpoint's files into `folder`.
 
-    Shards are linked. Those with tensors to drop are rewritten.
+    Shards are hard-linked. Shards with tensors to drop are rewritten.
 
     Args:
-        checkpoint: to copy from.
+        checkpoint: the checkpoint to copy from.
         folder: existing folder to write into.
         keep: returns True for tensors to keep.
         extra: tensors for one more shard.

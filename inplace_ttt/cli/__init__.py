@@ -26,23 +26,23 @@ VERBS = {
     "convert": "give a checkpoint fast weights",
     "info": "print the settings and sizes of a converted checkpoint",
     "generate": "read a text, write it into the fast weights, continue it",
-    "chat": "talk with a converted model that remembers, in a terminal, a browser or a pipe",
+    "chat": "talk with a converted model that remembers, in a terminal, in a browser or through a pipe",
     "serve": "serve many users with vLLM, each with named memories",
     "audit": "compare a checkpoint or a recipe with the paper, item by item",
     "diagnose": "measure gradients and writes on a text, and report problems",
     "plan": "estimate the cost of a training run, and warn of parts that will not fit or not train",
     "train": "continue a model's training as a recipe describes",
     "evaluate": "measure the gain from writes, and the part of it that comes from the document itself",
-    "ruler": "score long-context tasks of the RULER benchmark, TTT on, off and the base",
-    "babilong": "score questions about facts scattered in a long text (BABILong), TTT on, off and the base",
+    "ruler": "score the long-context tasks of RULER with TTT on, with TTT off, and on the base",
+    "babilong": "score questions about facts scattered in a long text (BABILong): TTT on, TTT off, the base",
     "export": "write a converted checkpoint in another form",
     "import-reference": "convert a checkpoint of the reference code",
-    "bench": "time the op against a plain linear layer and the reference formulation",
+    "bench": "time the fast-weight op against a plain linear layer and the reference formulation",
 }
 
 
 _EXIT_CODES = "exit code: 0 done, 2 bad input"
-"""The exit codes of a verb whose options state no others."""
+"""Exit codes of a verb whose examples do not list its own."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -55,10 +55,10 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one verb.
 
-    With --json, stdout holds one JSON object in every case; an error's is {"error", "exit_code"}.
+    With --json, stdout always gets one JSON object. For an error it is {"error", "exit_code"}.
 
     Args:
-        arguments: of the command (default: `sys.argv`).
+        arguments: the command's arguments (default: those in `sys.argv`).
 
     Returns:
         Exit code. 0: done. 1: a check failed. 2: bad input, with one line on stderr.
@@ -99,14 +99,14 @@ def _trace() -> None:
 
 
 def _open_missing_streams() -> None:
-    """Opens standard streams that the caller closed, so that another file cannot get their numbers."""
+    """Opens the null device for standard streams that are closed, so no other file gets their descriptors."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - for the rest of the process
 
 
 def _stop_writing() -> None:
-    """Discards further output, including Python's flush at exit: stdout is closed at the other end."""
+    """Discards further output, including Python's flush at exit, because the reader has closed the pipe."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -129,7 +129,7 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def add_options(parser: argparse.ArgumentParser, verb: str) -> None:
-    """Gives a parser the arguments of a verb, and as its epilog the examples and exit codes."""
+    """Adds a verb's arguments to a parser, with the examples and exit codes as its epilog."""
     options = importlib.import_module(f".options.{verb.replace('-', '_')}", __name__)
     stated = "exit code:" in options.EXAMPLES
     parser.epilog = options.EXAMPLES if stated else f"{options.EXAMPLES}\n\n{_EXIT_CODES}"

@@ -1,7 +1,7 @@
 """Types of command-line values, for argparse.
 
 They refuse a value that is out of range, or that cannot be a file name, before anything is read. argparse
-itself refuses text that is not a number, and names the type.
+itself refuses text that is not a number, and names the expected type.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def whole(least: int | None = None, most: int = MOST) -> Callable[[str], int]:
     """Returns a parser for an integer in a range.
 
     Args:
-        least: smallest value; without it, any integer of magnitude up to `most` passes, to be checked later.
+        least: smallest value. If None, integers from -most to most pass, and the caller checks them.
         most: largest value.
     """
 
@@ -146,7 +146,7 @@ def add_texts(
     """Adds an option for texts, and `--text-field` for texts in records (see `texts.documents`).
 
     Args:
-        parser: of the verb.
+        parser: the verb's parser.
         option: such as "--text".
         help: beginning of the option's help.
         several: allow more than one text.
@@ -168,12 +168,12 @@ def add_texts(
 def add_base(parser: ArgumentParser) -> None:
     """Adds `--base`, for adapters."""
     parser.add_argument(
-        "--base", type=path, metavar="PATH", help="present place of an adapter's base, if it was moved"
+        "--base", type=path, metavar="PATH", help="current path of an adapter's base, if it was moved"
     )
 
 
 def add_dtype(parser: ArgumentParser) -> None:
-    """Adds `--dtype`, in which the model computes."""
+    """Adds `--dtype`, the dtype in which the model computes."""
     parser.add_argument(
         "--dtype",
         type=dtype,
@@ -184,13 +184,13 @@ def add_dtype(parser: ArgumentParser) -> None:
 
 
 def add_temperature(parser: ArgumentParser) -> None:
-    """Adds `--temperature` of sampling."""
+    """Adds `--temperature`, the temperature of sampling."""
     parser.add_argument(
         "--temperature",
         type=number(1e-4, 1e4, or_zero=True),
         default=0.0,
         metavar="FLOAT",
-        help="of sampling; 0 always takes the most likely token (default: 0)",
+        help="temperature of sampling; 0 always takes the most likely token (default: 0)",
     )
 
 

@@ -70,7 +70,7 @@ def _audit(path: str, args: argparse.Namespace) -> Report:
             bar.set_postfix_str(title, refresh=True)
 
         if Path(path).suffix.lower() in (".yaml", ".yml"):
-            from ..training.audit import audit_recipe  # takes seconds that a checkpoint does not need
+            from ..training.audit import audit_recipe  # this import takes seconds
 
             report = audit_recipe(path, profile=args.profile, seed=args.seed, progress=progress)
         else:
@@ -81,7 +81,7 @@ def _audit(path: str, args: argparse.Namespace) -> Report:
 
 
 def _audit_checkpoint(path: str, args: argparse.Namespace, progress: Any) -> Report:
-    """Audits a checkpoint in float32, so that rounding of this machine's arithmetic does not count."""
+    """Audits a checkpoint in float32, so that rounding on this machine is not taken for a deviation."""
     found = open_model(path)
     declared = found.declared_deviations
     bars = logging.is_progress_bar_enabled()
@@ -102,7 +102,7 @@ def _audit_checkpoint(path: str, args: argparse.Namespace, progress: Any) -> Rep
 
 
 def _without_recipes_items(declared: Sequence[Declaration]) -> Sequence[Declaration]:
-    """Drops declarations about recipes: one list may serve a checkpoint and its training."""
+    """Drops declarations about recipes, because one list may serve both a checkpoint and its training."""
     if not declared:
         return declared
     from ..training.audit.catalog import RECIPE
@@ -112,7 +112,7 @@ def _without_recipes_items(declared: Sequence[Declaration]) -> Sequence[Declarat
 
 
 def _tokenizer(path: str) -> Any:
-    """Returns the checkpoint's tokenizer; None if there is none, since random ids also work."""
+    """Returns the checkpoint's tokenizer, or None if it lacks one: the audit also runs on random ids."""
     try:
         with reported("no tokenizer"):
             return AutoTokenizer.from_pretrained(path)

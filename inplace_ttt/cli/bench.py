@@ -65,7 +65,7 @@ def _served(args: argparse.Namespace) -> Result:
 def _refuse_beyond_memory(shape: Shape, device: str, dtype: torch.dtype) -> None:
     """Raises InPlaceTTTError if the inputs and their gradients exceed the memory.
 
-    On the CPU, where exceeding it raises no error, the memory of the materializing formulation counts too.
+    A CPU run that exceeds the memory raises no error. So the materializing formulation's memory counts there.
     """
     numbers = 2 * (shape.tokens * (shape.h + 2 * shape.d) + shape.d * shape.h)
     on_gpu = device.startswith("cuda")

@@ -87,7 +87,7 @@ def render(result: dict[str, Any]) -> str:
     lines.append(
         "A fresh conversion writes nothing until its convolution is trained."
         if config.starts_as_base
-        else f"With {setting} a fresh conversion already writes, so that its outputs differ from the base's."
+        else f"With {setting} a fresh conversion already writes, so its outputs differ from the base's."
     )
     return "\n".join([*lines, *pushed(result)])
 
@@ -128,7 +128,8 @@ def _rows_to_calibrate_on(
         return None
     if not args.calibrate:
         raise InPlaceTTTError(
-            "these settings need calibration; give texts like those to be read with --calibrate TEXT…"
+            "these settings need calibration; give texts like those that the model will read, with "
+            "--calibrate TEXT…"
         )
     tokens, row = tokens_to_read(plan.config), ROW
     if plan.config.target == "gradient" and open_choices(args) is not None:
@@ -143,7 +144,7 @@ def _rows_to_calibrate_on(
 
 
 def _calibration(rows: list[tuple[Document, Tensor]]) -> dict[str, Any]:
-    """Returns the card's facts about the calibration texts."""
+    """Returns the model card's entries about the calibration texts."""
     tokens = torch.cat([row[0] for _, row in rows]).to(torch.int64)
     digest = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
     return {

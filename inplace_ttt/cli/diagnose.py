@@ -35,9 +35,8 @@ def run(args: argparse.Namespace) -> Result:
             f" (--tokens {args.tokens})" if args.tokens is not None and ids.shape[1] == args.tokens else ""
         )
         raise InPlaceTTTError(
-            f"{args.text} gives {ids.shape[1]} tokens{asked}, at most one chunk of {chunk} and "
-            "a token, so that no prediction reads a write; "
-            f"give a text of more than {chunk + 1} tokens, better several chunks."
+            f"{args.text} has {ids.shape[1]} tokens{asked}, so with chunks of {chunk} no prediction reads a "
+            f"write; give a text of more than {chunk + 1} tokens, better several chunks."
         )
     _choose_trained(model, args.train)
     say_now()

@@ -62,8 +62,8 @@ def run(args: argparse.Namespace) -> Result:
     refuse_not_finite(model, args.path)
     if config_of(model).prompt_write is not None:
         warn(
-            "this model writes at a prompt's end, and a text to evaluate has none; the writes of its "
-            "chunks are measured instead."
+            "this model writes at the end of a prompt, but a text to evaluate is not a prompt; the writes of "
+            "its chunks are measured instead."
         )
     base = None if args.base is None else load_plain(args.base, model.dtype)
     sinks, begins = SINKS if args.sinks is None else args.sinks, tuple(begins_of(tokenizer))
@@ -193,7 +193,8 @@ def _facts_table(facts: dict[str, Any]) -> list[str]:
 def _shares(kind: dict[str, Any]) -> str:
     """Returns the shares of a kind of question as one cell.
 
-    A question without an answer has only the share of hallucinated names. A single option leaves no choice.
+    A question without an answer has only the share of hallucinated names. A question with a single option has
+    only the other two.
     """
     names = (
         ("exact_match", "hallucinated")
@@ -204,7 +205,7 @@ def _shares(kind: dict[str, Any]) -> str:
 
 
 def _verdict(result: dict[str, Any]) -> str:
-    """Returns one sentence: the effect of writing on the loss, and the document's own part in it."""
+    """Returns one sentence: the effect of writing on the loss, and the part due to the document itself."""
     effect, own = result["difference"], result["document_gain"]
     whole = {
         -1: f"Writing lowers the loss by {-effect['mean']:.4f} nats per token",
@@ -247,7 +248,7 @@ def _facts(
     chosen: Sequence[int],
     protocol: Protocol,
 ) -> dict[str, Any]:
-    """Measures the recall of facts put into each chosen document, continued by the documents after it."""
+    """Measures the recall of facts put into each chosen document, extended by the documents after it."""
     encode = functools.partial(ids_within, tokenizer)
     distances, number = args.distances or DISTANCES, args.seed or 0
     tokens = document_tokens(
@@ -265,7 +266,7 @@ def _refuse_other_base(path: str, base: PreTrainedModel, tokenizer: Any, documen
     known = base.get_input_embeddings().num_embeddings
     if (largest := max(int(ids.max()) for ids in documents)) >= known:
         raise InPlaceTTTError(
-            f"{path} has {known:,} embeddings, and the texts hold token id {largest:,}; it is not "
+            f"{path} has {known:,} embeddings, but the texts contain token id {largest:,}; it is not "
             "the base of this model."
         )
     try:
@@ -276,9 +277,9 @@ def _refuse_other_base(path: str, base: PreTrainedModel, tokenizer: Any, documen
 
 
 def _warn_of_what_is_seen(args: argparse.Namespace, model: PreTrainedModel, passage: Passage) -> None:
-    """Warns if attention reaches the text that a probe asks the fast weights about.
+    """Warns if attention reaches the text that a probe tests the fast weights on.
 
-    Writes on and off then answer alike.
+    The model can then answer from attention, with writes and without.
     """
     reach = attention_reach(model.config.get_text_config(), args.window)
     probes = [("--repeated-passage: the first copy is", passage.gap)] if args.repeated_passage else []
@@ -307,7 +308,7 @@ def _long_enough(
     tokenizer: Any,
     protocol: Protocol,
 ) -> tuple[list[int], list[Tensor]]:
-    """Returns the places of the documents to read and their token ids [T].
+    """Returns the indices of the documents to read and their token ids [T].
 
     With --documents N, these are the first N that are long enough; without, all.
     """
@@ -326,7 +327,7 @@ def _long_enough(
     if args.documents is not None and len(documents) < args.documents:
         length = args.tokens or least
         raise InPlaceTTTError(
-            f"only {len(documents)} of the texts have {length} tokens, --documents is "
+            f"only {len(documents)} of the texts have {length} tokens, but --documents is "
             f"{args.documents}; lower it."
         )
     if note := note_on_positions(model, max(map(len, documents)), "lower --tokens"):

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> Result:
 
 
 def _output(args: argparse.Namespace) -> AbstractContextManager[Path]:
-    """Returns the folder to write, which must lie apart from the exported checkpoint and its base."""
+    """Returns the folder to write. It must not overlap with the exported checkpoint or its base."""
     return new_folder(args.out, CHECKPOINT, overwrite=args.overwrite, sources=[args.path, args.base])
 
 
@@ -64,7 +64,7 @@ def render(result: dict[str, Any]) -> str:
 def _reference_format(args: argparse.Namespace, found: Opened) -> None:
     if not isinstance(found, Full):
         raise InPlaceTTTError(
-            f"{args.path} is an adapter, the reference format holds all weights; export it as full first."
+            f"{args.path} is an adapter, but the reference format holds all weights; export it as full first."
         )
     checkpoint = found.checkpoint
     checkpoint.ttt_config  # noqa: B018 - raises if not converted
@@ -90,7 +90,7 @@ def _full(args: argparse.Namespace, found: Opened) -> None:
         raise InPlaceTTTError(f"{args.path} is a full checkpoint already.")
     config, known, tensors = found.read
     checkpoint, plan = found.planned()
-    base = describe_base(checkpoint, plan) if args.base else known  # the base's present place
+    base = describe_base(checkpoint, plan) if args.base else known  # records the base's current path
     if checkpoint.fingerprint(plan.down_proj.values()) != known["fingerprint"]:
         raise InPlaceTTTError(
             f"{checkpoint.name} has other weights than the base that {args.path} was made for; use that base."

@@ -32,10 +32,10 @@ from .messages import warn
 def export_session(
     args: argparse.Namespace, found: Opened, output: AbstractContextManager[Path]
 ) -> dict[str, Any]:
-    """Writes a session as the plain checkpoint or the LoRA adapter that answers as it does.
+    """Writes a session as a plain checkpoint or a LoRA adapter that answers as the session does.
 
     Args:
-        args: of the verb.
+        args: the parsed arguments.
         found: the session's model.
         output: the folder to write.
 
@@ -44,8 +44,8 @@ def export_session(
 
     Raises:
         InPlaceTTTError: if the session does not belong to the model, has written nothing, or holds several
-            sequences. Also if reads are not linear in the layer's input, or, for a LoRA, training has changed
-            the base.
+            sequences. Also if reads are not linear in the layer's input. For a LoRA, also if training has
+            changed the base.
     """
     model, tokenizer = load_with_tokenizer(args.path, args.base, "auto")
     refuse_not_finite(model, args.path)
@@ -53,12 +53,12 @@ def export_session(
     session = sessions[0].merge(*sessions[1:]) if len(sessions) > 1 else sessions[0]
     if session.batch > 1:
         raise InPlaceTTTError(
-            f"{args.session[0]} holds {session.batch} sequences, and an export holds one; choose it in "
+            f"{args.session[0]} holds {session.batch} sequences, but an export holds only one; choose it in "
             "Python with Session.bake(row) or Session.to_lora(…, row=row)."
         )
     changes = session.weight_changes()
     if not any(change.left.any() for change in changes.values()):
-        warn("the session's writes are zero, so that the export is the base; train the model first.")
+        warn("the session's writes are zero, so the export equals the base; train the model first.")
     measured_on = args.text or "the session's text"
     rows = _rows(args.text, sessions, tokenizer)
     plain = plain_copy(model)
@@ -97,10 +97,12 @@ def render(result: dict[str, Any]) -> list[str]:
         f"{', '.join(map(str, result['layers']))}"
     ]
     if result["unwritten"]:
-        lines.append(f"{result['unwritten']} tokens at the end are of an unfinished chunk, and not in it")
+        lines.append(
+            f"{result['unwritten']} tokens at the end belong to an unfinished chunk and are not exported"
+        )
     if result["rank"] is not None:
         lost = ", ".join(f"layer {index} {share:.1%}" for index, share in result["lost"].items())
-        lines.append(f"rank {result['rank']} leaves out of each change's norm: {lost}")
+        lines.append(f"rank {result['rank']} drops this share of each change's norm: {lost}")
     if (kept := result["kept"]) is None:
         return [*lines, "the session file holds no tokens to measure the kept gain on; give --text"]
     share = "" if kept["share"] is None else f", {kept['share']:.1%} of the session's gain"
@@ -112,15 +114,15 @@ def render(result: dict[str, Any]) -> list[str]:
 
 
 def _rows(file: str | None, sessions: list[Session], tokenizer: PreTrainedTokenizerBase) -> Tensor | None:
-    """Returns rows [B, T] to measure on, of the file or of the sessions' tokens; None if there are none.
+    """Returns rows of tokens [B, T] to measure on, from the file or the sessions; None if there are none.
 
     Raises:
-        InPlaceTTTError: if the file has less than two tokens.
+        InPlaceTTTError: if the file has fewer than two tokens.
     """
     if file is not None:
         ids = torch.tensor(ids_within(tokenizer, read_text(file)), dtype=torch.int64)
         if len(ids) < 2:
-            raise InPlaceTTTError(f"{file} has less than two tokens, so that no loss can be measured.")
+            raise InPlaceTTTError(f"{file} has fewer than two tokens, so no loss can be measured.")
         return rows_of(ids)
     held = [read.tokens[0].cpu() for read in sessions if read.tokens is not None]
     ids = torch.cat([read[: MOST // len(held)] for read in held]) if held else torch.empty(0)
@@ -138,9 +140,9 @@ def _measured(
 
     Args:
         plain: the model without TTT.
-        exported: the exported model, which still needs the additions `reads`.
-        changes: of the session.
-        reads: layer -> the addition to its outputs.
+        exported: the exported model, without the additions in `reads`.
+        changes: the session's weight changes.
+        reads: layer -> function that computes the addition to its outputs.
         rows: token ids [B, T].
     """
     if rows is None:

@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> Result:
     if args.readings > 1:
         if config_of(model).prompt_write is not None:
             raise InPlaceTTTError(
-                "this model writes once, at its prompt's end, so that --readings does nothing; leave it out."
+                "this model writes once, at the end of its prompt, so --readings does nothing; leave it out."
             )
         state.read(ids, readings=args.readings - 1, progress=True)
         state = state.drop_kv_cache()

@@ -20,7 +20,7 @@ def require_token(args: argparse.Namespace) -> None:
     with reported(f"--push {args.push} does not name a repository of the hub"):
         validate_repo_id(args.push)
     if constants.HF_HUB_OFFLINE:
-        raise InPlaceTTTError("--push needs the hub, and HF_HUB_OFFLINE is set; leave one of the two out.")
+        raise InPlaceTTTError("--push needs the hub, but HF_HUB_OFFLINE is set; leave one of the two out.")
     if get_token() is None:
         raise InPlaceTTTError("--push needs a hub token; log in with `hf auth login`, or set HF_TOKEN.")
 
@@ -29,7 +29,7 @@ def push(folder: Path, repository: str | None) -> str | None:
     """Uploads a folder as the newest commit of a repository, which is created if it does not exist.
 
     Args:
-        folder: to upload.
+        folder: the folder to upload.
         repository: NAME or OWNER/NAME; None to skip the upload.
 
     Returns:

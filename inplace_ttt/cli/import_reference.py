@@ -17,10 +17,10 @@ from ..files.manifest import CHECKPOINT, refuse_to_replace
 from . import Result
 
 _TRAINING = (
-    "TTT-NTP, its training form; its code keeps sums in bfloat16 and one document per row, here "
-    "sums are float32 and a row may hold several documents"
+    "this is the training form of TTT-NTP: its code keeps sums in bfloat16 and one document per row; here "
+    "sums are float32, and a row may hold several documents"
 )
-_INFERENCE = "prompt_write is missing in its files; set to the values of its evaluation script"
+_INFERENCE = "its files lack prompt_write, which was set to the values of its evaluation script"
 
 
 def run(args: argparse.Namespace) -> Result:

@@ -17,7 +17,7 @@ def run(args: argparse.Namespace) -> Result:
     found = open_model(args.path, args.base)
     conversion = found.conversion()
     config, tensors = conversion.config, conversion.tensors
-    # not from disk, where weights may be quantized
+    # taken from the model, because weights on disk may be quantized
     sizes = [(d, h) for h, d in map(features, fast_weights(conversion.model).values())]
     return {
         "form": found.form,

@@ -32,8 +32,8 @@ def note_on_positions(model: PreTrainedModel, tokens: int, remedy: str) -> str |
     """Returns a warning if a text is longer than the model's config allows for, else None.
 
     Args:
-        model: to read the text.
-        tokens: of the text.
+        model: the model that reads the text.
+        tokens: number of tokens of the text.
         remedy: end of the error message.
 
     Raises:
@@ -55,19 +55,19 @@ def note_on_positions(model: PreTrainedModel, tokens: int, remedy: str) -> str |
 def refuse_other_tokenizer(
     other: PreTrainedTokenizerBase, tokenizer: PreTrainedTokenizerBase, base: str, text: str
 ) -> None:
-    """Raises InPlaceTTTError for a base whose tokenizer gives other ids for a text.
+    """Raises InPlaceTTTError for a base whose tokenizer encodes a text differently.
 
     Losses and prompts of the two models would not be comparable.
 
     Args:
         other: the base's tokenizer.
-        tokenizer: of the converted model.
+        tokenizer: the converted model's tokenizer.
         base: its name, for the message.
-        text: to compare on.
+        text: a text to encode with both.
     """
     if other(text, verbose=False).input_ids != tokenizer(text, verbose=False).input_ids:
         raise InPlaceTTTError(
-            f"{base} has another tokenizer than the converted checkpoint, so that they would read "
+            f"{base} has another tokenizer than the converted checkpoint, so the two would read "
             "different tokens."
         )
 
@@ -92,7 +92,7 @@ def load_converted(path: str, base: str | None, dtype: str) -> PreTrainedModel:
 
     Args:
         path: converted checkpoint or adapter folder.
-        base: present place of an adapter's base, if it was moved.
+        base: current path of an adapter's base, if it was moved.
         dtype: name of a torch dtype, or "auto".
     """
     return _to_device(load(path, base=base, dtype=_dtype(dtype)))
@@ -106,11 +106,11 @@ def load_plain(path: str, dtype: str | torch.dtype) -> PreTrainedModel:
 def tokenizer_of(
     path: str, base: str | None = None, model: PreTrainedModel | None = None
 ) -> PreTrainedTokenizerBase:
-    """Returns the tokenizer beside a checkpoint, or beside an adapter's base.
+    """Returns the tokenizer saved with a checkpoint, or with an adapter's base.
 
     Args:
         path: checkpoint or adapter folder.
-        base: present place of an adapter's base, if it was moved.
+        base: current path of an adapter's base, if it was moved.
         model: if given, the tokenizer's ids are checked against its embeddings.
 
     Raises:
@@ -137,7 +137,7 @@ def load_with_tokenizer(
 def require_vllm() -> None:
     """Raises InPlaceTTTError unless vLLM is installed.
 
-    It also directs vLLM's log of every process to stderr.
+    Also sends the logs of all vLLM processes to stderr.
     """
     if find_spec("vllm") is None:
         raise InPlaceTTTError(f"serving needs vLLM, which is not installed; {how_to_install('vllm')}.")

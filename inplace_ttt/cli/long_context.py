@@ -1,6 +1,6 @@
-"""Shared code of the long-context benchmarks' verbs.
+"""Code that the verbs of long-context benchmarks share.
 
-It runs them with TTT on, off and on the base, and writes samples to files.
+It runs a benchmark with TTT on, with TTT off and on the base, or writes its samples to files.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def settings_of(args: argparse.Namespace, tasks: tuple[Task, ...]) -> Settings:
 
 
 def compare(args: argparse.Namespace, settings: Settings, material: Any, table: Table) -> Result:
-    """Returns the verb's JSON object: the answers with TTT on, off and from --base.
+    """Returns the verb's JSON object: the results with TTT on, with TTT off, and of --base.
 
     With --write-samples the samples are written to files instead.
 
@@ -201,7 +201,7 @@ def _notes(model: PreTrainedModel, settings: Settings) -> list[str]:
     ]
     if idle := [length for length in settings.lengths if length <= chunk_size]:
         notes.append(
-            f"at {idle} tokens no chunk of {chunk_size} is read after it was written, so that on and off "
+            f"at {idle} tokens no chunk of {chunk_size} is read after it was written, so on and off "
             "are the same."
         )
     return notes

@@ -1,4 +1,4 @@
-"""Prints the messages of a command beside its result.
+"""Prints the messages of a command, apart from its result.
 
 Warnings are held back until the input has proved valid, so that bad input prints one line only.
 """
@@ -55,7 +55,7 @@ def waiting() -> Iterator[None]:
 
 @contextmanager
 def stdout_for_the_result() -> Iterator[TextIO]:
-    """Redirects everything that libraries, their compiled code and subprocesses print on stdout to stderr.
+    """Redirects to stderr everything that libraries, their compiled code and subprocesses print on stdout.
 
     Yields a stream to stdout, for a verb that prints its result while it runs.
     """
@@ -77,7 +77,7 @@ def _on(stdout: int, stream: TextIO) -> TextIO:
             return stream
     except (AttributeError, OSError, ValueError):  # None, or a stream without a descriptor
         return stream
-    # without a buffer, a refused piece is not written again when the stream is freed
+    # unbuffered, so that a refused piece is not written again when the stream is freed
     unbuffered = open(stdout, "wb", buffering=0, closefd=False)  # noqa: SIM115
     return TextIOWrapper(unbuffered, stream.encoding, "backslashreplace", write_through=True)
 
@@ -148,7 +148,7 @@ def refuse(arguments: Sequence[str], verb: str | None, message: str, code: int) 
     """Prints one line on stderr, and with --json an object on stdout.
 
     Args:
-        arguments: of the command.
+        arguments: the command's arguments.
         verb: None if none was recognized.
         message: the error.
         code: exit code.

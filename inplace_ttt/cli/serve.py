@@ -36,7 +36,7 @@ def render(result: dict[str, Any]) -> str:
 def _plugins() -> list[str]:
     """Returns the plugins that vLLM loads by itself, and this package's.
 
-    vLLM adds endpoints only for plugins that are named, and then loads no others.
+    vLLM adds endpoints only for plugins that are named. Once plugins are named, it loads no others.
     """
     groups = (
         group

@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> Result:
     # True if this command runs once on each node
     everywhere = recipe.parallel.launcher == "torchrun" and recipe.parallel.nnodes > 1
     resume = not args.from_scratch
-    # If another launcher starts the run, the run's first process holds the output.
+    # If another launcher starts the run, the run's first process locks the output.
     with held(recipe, resume) if recipe.parallel.starts_itself else nullcontext():
         before = finished(recipe) if resume else None
         if (

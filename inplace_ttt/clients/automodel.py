@@ -1,6 +1,7 @@
 """Builds the model for NeMo Automodel.
 
-Its YAML names it in section `model`: `_target_: inplace_ttt.clients.automodel.from_pretrained`.
+Automodel's YAML names the function in its section `model`:
+`_target_: inplace_ttt.clients.automodel.from_pretrained`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A plugin for Axolotl.
 
-Its YAML names it with `plugins: [inplace_ttt.clients.axolotl.InPlaceTTTPlugin]` and has a section
-`inplace_ttt`.
+Axolotl's YAML names it with `plugins: [inplace_ttt.clients.axolotl.InPlaceTTTPlugin]`. Its settings are in
+the section `inplace_ttt`.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class InPlaceTTTPlugin(BasePlugin):
             trainer: the trainer, before it trains.
 
         Raises:
-            InPlaceTTTError: as `InPlaceTTTCallback.attach`.
+            InPlaceTTTError: if `InPlaceTTTCallback.attach` raises it.
         """
         _settings(cfg).training.attach(trainer)
 

@@ -33,7 +33,7 @@ def settings_of(values: Mapping[str, Any] | None) -> ClientSettings:
     """Returns the section `inplace_ttt` of a client's YAML.
 
     Raises:
-        InPlaceTTTError: with the path of the invalid key.
+        InPlaceTTTError: if a key or value is invalid; the message has the key's path.
     """
     return from_values(ClientSettings, values or {}, "inplace_ttt")
 
@@ -51,7 +51,7 @@ def prepare(model: nn.Module, surgery: InPlaceTTTConfig | None) -> nn.Module:
     if is_converted(model):
         if surgery is not None:
             raise InPlaceTTTError(
-                "the model is converted already, so that inplace_ttt.ttt does nothing; remove it, or give "
+                "the model is converted already, so inplace_ttt.ttt does nothing; remove it, or give "
                 "the base."
             )
         return model

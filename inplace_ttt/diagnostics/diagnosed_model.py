@@ -62,13 +62,12 @@ class DiagnosedModel:
             )
         if any(is_partitioned(p) for p in model.parameters()):
             raise InPlaceTTTError(
-                "the weights are partitioned (ZeRO-3), so that no single process can diagnose them; use "
-                "ZeRO 2 or less."
+                "the weights are partitioned (ZeRO-3), so no single process can diagnose them; use ZeRO 2 or "
+                "less."
             )
         if any(layer.hooks.model.group is not None for layer in layers.values()):
             raise InPlaceTTTError(
-                "the ranks share these rows, so that no single process can diagnose them; diagnose the "
-                "checkpoint."
+                "the ranks share these rows, so no single process can diagnose them; diagnose the checkpoint."
             )
         inputs = _as_tensors(batch, next(model.parameters()).device)
         labels = inputs.pop("labels", None)
@@ -77,26 +76,26 @@ class DiagnosedModel:
         if not 0 <= int(ids.min()) <= int(ids.max()) < rows:
             raise InPlaceTTTError(
                 f"token ids go from {int(ids.min())} to {int(ids.max())}, but the model has {rows} "
-                "embeddings: "
-                "the tokenizer is another model's; use the one of this checkpoint."
+                "embeddings; "
+                "the tokenizer is that of another model, so use the tokenizer of this checkpoint."
             )
         if labels is None:
             labels = _own_next_tokens(ids, inputs.get("attention_mask"), inputs.get("position_ids"))
         diagnosed = cls(model, inputs, labels, layers, tokenizer)
         if not bool((diagnosed.next_tokens != IGNORED).any()):
             raise InPlaceTTTError(
-                "these rows predict no token, so that their loss is undefined; give longer rows, or "
-                "labels other than -100."
+                "these rows predict no token, so their loss is undefined; give longer rows, or labels other "
+                "than -100."
             )
         return diagnosed
 
     @property
     def next_tokens(self) -> Tensor:
-        """Token that each position predicts, int64 [B, T]; -100 if it predicts none."""
+        """The token that each position predicts, int64 [B, T]; -100 for a position without a prediction."""
         return torch.nn.functional.pad(self.labels[:, 1:], (0, 1), value=IGNORED)
 
     def without(self, *names: str) -> DiagnosedModel:
-        """Returns a copy without the named inputs, whose labels are its input ids."""
+        """Returns a copy without the named inputs. The labels of the copy are its input ids."""
         return replace(
             self,
             inputs={k: v for k, v in self.inputs.items() if k not in names},
@@ -106,7 +105,7 @@ class DiagnosedModel:
     def parameters(self) -> dict[Key, nn.Parameter]:
         """Returns conv, P and W0 of every TTT layer, and the embeddings.
 
-        Only floating-point parameters are included, and no quantized ones.
+        Only floating-point parameters are included. Quantized parameters are left out.
         """
         found: dict[Key, nn.Parameter] = {}
         for index, layer in self.layers.items():
@@ -156,7 +155,9 @@ def _as_tensors(batch: Mapping[str, Any], device: torch.device) -> dict[str, Ten
         )
     for name, tensor in found.items():
         if tensor.shape != ids.shape and not (name == "position_ids" and tensor.shape == (1, ids.shape[1])):
-            raise InPlaceTTTError(f"{name} must be {list(ids.shape)} as input_ids, got {list(tensor.shape)}.")
+            raise InPlaceTTTError(
+                f"{name} must have the shape {list(ids.shape)} of input_ids, got {list(tensor.shape)}."
+            )
     return found
 
 

@@ -104,16 +104,18 @@ def diagnose(
 ) -> Diagnosis:
     """Diagnoses gradient flow, writes, precision and safe ranges of a converted model on rows of tokens.
 
-    docs/diagnostics.md lists the findings. The model is changed for the measurements and restored bit by bit:
-    parameters, `.grad`, modes and random generators. Parameters that require a gradient count as trained.
+    docs/diagnostics.md lists the findings. The measurements change the model. Afterwards its parameters,
+    `.grad` and modes, and the random generators, are restored bit by bit. Parameters that require a gradient
+    count as trained.
 
     Args:
         model: a converted model.
         batch: input_ids [B, T], int64, and optionally attention_mask, position_ids and labels of that shape.
-        learning_rates: rates of Adam's first step. Default: 5e-6, as in the paper's continued training.
-        float32_masters: True if the optimizer keeps parameters in float32, as DeepSpeed does, so that no step
-            rounds away.
-        name: name of the model in the report. Default: its class.
+        learning_rates: rates of Adam's first step, one number or `Rates`. Default: 5e-6, as in the paper's
+            continued training.
+        float32_masters: True if the optimizer keeps parameters in float32, as DeepSpeed does. No step is then
+            lost to rounding.
+        name: name of the model in the report. Default: the name of its class.
         tokenizer: decodes the token that a finding names.
         progress: called with passes done, passes expected and the title of the next pass.
 
@@ -121,8 +123,8 @@ def diagnose(
         The diagnosis.
 
     Raises:
-        InPlaceTTTError: if the model is not converted or takes several steps per chunk, its weights are
-            partitioned, the rows do not fit it, or a learning rate is negative or not finite.
+        InPlaceTTTError: if the model is not converted, uses several steps per chunk, or has partitioned
+            weights. Also if the rows do not fit the model, or a learning rate is negative or not finite.
 
     Examples:
         >>> import torch
@@ -137,8 +139,8 @@ def diagnose(
     """
     if config_of(model).steps_per_chunk > 1:
         raise InPlaceTTTError(
-            "a diagnosis trains a step, which steps_per_chunk above 1 does not allow; diagnose a conversion "
-            "with steps_per_chunk=1."
+            "a diagnosis makes a training step, and steps_per_chunk above 1 cannot be trained; diagnose a "
+            "conversion with steps_per_chunk=1."
         )
     diagnosed = DiagnosedModel.of(model, batch, tokenizer)
     rate = PAPER_RATE if learning_rates is None else learning_rates
@@ -160,7 +162,7 @@ def diagnose(
 
 
 class _Steps:
-    """Counts passes for a progress bar; faults add passes to the expected number."""
+    """Counts passes for a progress bar. A fault adds passes to the expected number."""
 
     def __init__(self, progress: Progress | None, expected: int) -> None:
         self.progress, self.expected, self.done = progress, expected, 0

@@ -1,4 +1,4 @@
-"""Rules for faults in the layer itself: weights, gradient paths, own-chunk reads, sign and size."""
+"""Rules for faults in the layer itself, in its weights, gradient paths, own-chunk reads, signs and sizes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .writes import longest_document
 NO_EFFECT = 1e-4
 """Largest η‖S‖/‖W0‖ that changes no prediction."""
 _LEAKS = 0.01
-"""Largest change of the logits of first chunks that is not a leak, as a fraction of later ones' change."""
+"""Largest change of first chunks' logits that is not a leak, as a fraction of the change in later chunks."""
 _USUAL_CONV = 0.02
 """RMS entry of a trained conv: between the size of one Adam step and 1."""
 
@@ -76,7 +76,7 @@ def not_finite(model: DiagnosedModel, m: Measurements) -> Finding:
 
 def faults(model: DiagnosedModel, m: Measurements) -> list[Finding]:
     """Returns the findings on the layer itself."""
-    own = _own_chunk(m)  # the loss does not show the sign if a chunk reads its own targets
+    own = _own_chunk(m)  # if a chunk reads its own targets, the loss does not show the sign of the writes
     return [*_cut_ways(m), *_frozen_weight(model, m), *(own or _away(model, m)), *_small_conv(model, m)]
 
 
@@ -119,7 +119,7 @@ def _cut_ways(m: Measurements) -> list[Finding]:
 def _frozen_weight(model: DiagnosedModel, m: Measurements) -> list[Finding]:
     """Returns a finding for each W0 that does not train although most of its MLP does.
 
-    LoRA and a frozen base are not faults: with them the MLP does not train either.
+    LoRA and a frozen base are not faults, since the rest of the MLP does not train either.
     """
     found = []
     paths = {id(module): path for path, module in model.module.named_modules()}
@@ -197,7 +197,7 @@ def _away(model: DiagnosedModel, m: Measurements) -> list[Finding]:
 
 
 def _small_conv(model: DiagnosedModel, m: Measurements) -> list[Finding]:
-    """Returns a finding for writes without effect that would have one with a conv of the usual size."""
+    """Returns a finding for writes that lack an effect but would have one with a usual conv."""
     found = []
     for index, writes in m.writes.items():
         conv = model.parameters().get((index, "conv"))
@@ -208,8 +208,8 @@ def _small_conv(model: DiagnosedModel, m: Measurements) -> list[Finding]:
         ):
             usual = writes.state_ratio * _USUAL_CONV / size
             message = (
-                f"layer {index}: conv's entries are {size:.1e} (RMS), so that a document moves the weight "
-                f"by {writes.state_ratio:.1e} of its norm; with entries of {_USUAL_CONV} it would be "
+                f"layer {index}: conv's entries are {size:.1e} (RMS), so a document moves the weight by "
+                f"{writes.state_ratio:.1e} of its norm; with entries of {_USUAL_CONV} it would be "
                 f"{usual:.1e}"
             )
             found.append(

@@ -1,4 +1,4 @@
-"""A finding of a diagnosis: one fault, its severity and place, and the numbers that show it."""
+"""A finding of a diagnosis. It is one fault, with its severity, its place and the measured values."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Finding:
 
     @property
     def kind(self) -> Kind:
-        """Entry of the catalog."""
+        """The entry of the catalog for this fault."""
         return CATALOG[self.id]
 
     def to_dict(self) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def named(layers: tuple[int, ...] | list[int]) -> str:
 
 
 def times(factor: float | None) -> str:
-    """Returns a factor in words; None is a rise from zero."""
+    """Returns a factor in words. None stands for a rise from zero."""
     return (
         "from zero" if factor is None else f"{factor:,.0f} times" if factor >= 10 else f"{factor:.2g} times"
     )

@@ -1,4 +1,4 @@
-"""Measures Adam's first step: its effect on the loss and on the entries of half-precision parameters."""
+"""Measures the effect of Adam's first step on the loss and on the entries of half-precision parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .gradients import Rates
 from .overrides import with_values
 
 GENTLER = 0.1
-"""Fraction of the learning rates at which the step is also tried."""
+"""Fraction of the learning rates at which the step is tried a second time."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class FirstStep:
 
     Attributes:
         losses: mean loss in training mode after the step, at the learning rates and at a tenth of them.
-        moved: for each parameter in half precision, the share of entries that the step changes if the
+        moved: for each parameter in half precision, the fraction of entries that the step changes, if the
             optimizer keeps no float32 copy. Only entries with a gradient count.
     """
 
@@ -30,7 +30,7 @@ class FirstStep:
 
 
 def try_first_step(model: DiagnosedModel, found: dict[Key, Tensor], rates: Rates) -> FirstStep | None:
-    """Tries Adam's first step, which moves every entry by its rate against the sign of its gradient.
+    """Tries Adam's first step, which moves every entry by the learning rate, against the gradient's sign.
 
     Args:
         model: the model; its parameters are restored afterwards.

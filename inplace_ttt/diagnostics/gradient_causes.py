@@ -36,8 +36,8 @@ class Cause:
     Attributes:
         id: key of the fault in `CATALOG`.
         present: returns the layers in which it can be the cause.
-        removed: returns the rows to use and the change to the model that remove it.
-        message: describes it for some layers, with numbers.
+        removed: returns the rows and the change of the model that remove the cause.
+        message: describes the cause for some layers, with numbers.
     """
 
     id: str
@@ -102,7 +102,7 @@ def causes_of_low_gradient(model: DiagnosedModel, found: Gradients, rates: Rates
 def _without(
     model: DiagnosedModel, found: Gradients, cause: Cause, low: list[int], rates: Rates
 ) -> Raised | None:
-    """Measures the gradient with a cause removed; None if that raises no low layer enough."""
+    """Measures the gradient with a cause removed. Returns None if no layer's low gradient rises enough."""
     again = _measured(model, [cause], rates)
     return _raised(cause, [i for i in low if i in cause.present(model, found)], found, again)
 
@@ -110,9 +110,9 @@ def _without(
 def _put_back(
     model: DiagnosedModel, found: Gradients, present: list[Cause], low: list[int], rates: Rates
 ) -> list[Raised]:
-    """Returns the causes that only together lower the gradient.
+    """Returns the causes that lower the gradient only in combination.
 
-    It is used if no single removal helps. All causes are removed, and each is put back alone.
+    It is called if no single removal helps. It removes all causes, and puts each one back alone.
     """
     healthy = _measured(model, present, rates)
     raised = []
@@ -123,7 +123,7 @@ def _put_back(
 
 
 def _raised(cause: Cause, layers: list[int], before: Gradients, after: Gradients) -> Raised | None:
-    """Returns the effect of a cause on those of the layers in which it is large enough."""
+    """Returns the effect of a cause on the layers in which the effect is large enough."""
     rises = {i: rise for i in layers if (rise := _rise(before, after, i)) >= RAISES}
     if not rises:
         return None
@@ -232,7 +232,7 @@ def _no_row_is_long(model: DiagnosedModel, found: Gradients) -> list[int]:
 def _teaches(layout: ChunkLayout) -> bool:
     """Returns True if some token reads a write and predicts a token.
 
-    It must lie after its document's first chunk and before the document's last token.
+    Such a token lies after its document's first chunk and before the document's last token.
     """
     return any(stop - start > layout.chunk_size + 1 for row in layout.documents for start, stop in row)
 

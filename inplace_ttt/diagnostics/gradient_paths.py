@@ -43,10 +43,10 @@ class Way:
 
     @property
     def cut(self) -> bool:
-        """True if the path carries at most 1 % of the expected gradient, or only rounding errors.
+        """True if the path has at most 1 % of the expected gradient, or only rounding errors.
 
-        A gradient below `rounding` appears as noise, and as zero only if far below it. Paths whose expected
-        gradient is that small are not judged.
+        A gradient below `rounding` cannot be distinguished from noise. A path whose expected gradient is that
+        small is never reported as cut.
         """
         if self.expected <= max(4 * self.noise, self.rounding / 1000):
             return False
@@ -85,7 +85,7 @@ class _Pass:
 def gradient_ways(model: DiagnosedModel) -> dict[int, Ways]:
     """Returns the gradient paths of every layer, by layer index, from one backward pass.
 
-    If conv or P is zero, nothing is written. The pass then uses small random values in their place.
+    If conv or P is zero, nothing is written. The pass then uses small random values instead.
     """
     known, passes = model.parameters(), dict[int, _Pass]()
 
@@ -182,7 +182,7 @@ def _ways(layer: FastWeight, seen: _Pass, gradients: Mapping[str, Tensor | None]
     if len(chunks) < 2 or (w0 is None and layer.ttt.keys is None):
         return Ways(None, None, weight)
     step = torch.finfo(seen.keys.dtype).eps
-    # the same product as in autograd, so that it cancels in the difference below
+    # the same product as in autograd, which cancels exactly in the difference below
     taken = at_out.reshape(-1, at_out.shape[-1]) @ w0 if w0 is not None and layer.ttt.keys is None else None
     bias = getattr(layer, "bias", None)
 
@@ -195,7 +195,7 @@ def _ways(layer: FastWeight, seen: _Pass, gradients: Mapping[str, Tensor | None]
         at_keys = of(gradients.get("keys"), chunk)
         return (torch.zeros(()) if not bool(at_keys.any()) else at_keys - part), float(part.norm())
 
-    # a last chunk of one token predicts nothing, so it has a gradient of zero
+    # a last chunk of one token predicts nothing, so its gradient is zero
     final = next((chunk for chunk in reversed(chunks) if bool(of(at_out, chunk).any())), chunks[-1])
     (written, w_part), (read, r_part) = through_keys(chunks[0]), through_keys(final)
     first, last = of(seen.keys, chunks[0]), of(seen.keys, final)

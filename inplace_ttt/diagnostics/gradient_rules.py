@@ -1,4 +1,4 @@
-"""Rules for the gradient of conv and P: cut off, frozen, vanishing, dominated by one layer."""
+"""Rules for a gradient of conv and P that is cut off, frozen, vanishing, or dominated by one layer."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ DOMINATES = 0.99
 Its norm is then ten times that of all other layers together.
 """
 NOTICED = 0.01
-"""Fraction of the embeddings' gradient lost by detaching the targets' source that is a warning."""
+"""Lost fraction of the embeddings' gradient at which a detached target source is a warning."""
 
 
 def gradient_flow_findings(
     model: DiagnosedModel, m: Measurements, rates: Rates, tick: Callable[[str], None]
 ) -> list[Finding]:
-    """Returns the findings on the gradient of conv and P, and searches for the causes of a low one.
+    """Returns the findings on the gradient of conv and P, and searches for causes if it is low.
 
-    Loss gradients as targets have neither, so that there is nothing to find.
+    With loss gradients as targets there is neither conv nor P, so there is nothing to find.
     """
     found: list[Finding] = []
     g = m.gradients
@@ -69,7 +69,7 @@ def _zero_init(m: Measurements, after: Gradients) -> Finding:
         max(x.norms.get((i, name), 0.0) for i in layers) for x, name in ((g, "conv"), (after, "proj"))
     )
     message = (
-        f"{named(layers)}: conv is zero, so that nothing is written yet and P gets no gradient; conv's "
+        f"{named(layers)}: conv is zero, so nothing is written yet and P gets no gradient; conv's "
         f"gradient is up to {conv:.2g}, and after Adam's first step P's is up to {proj:.2g}"
     )
     return Finding("zero-init", "info", message, layers, {"conv": conv, "proj_after_step": proj})

@@ -19,7 +19,7 @@ from .writes import longest_document, write_health
 
 ADAM_EPSILON = 1e-8
 LOW, VANISHED = 1e-1, 1e-2
-"""Fractions of W_down's gradient: below LOW a cause is searched for, below VANISHED the gradient is lost.
+"""Fractions of W_down's gradient. Below LOW a cause is searched for. Below VANISHED the gradient is lost.
 
 A healthy target generator has a gradient of the order of W_down's or above.
 """
@@ -108,10 +108,10 @@ class Gradients:
 
 
 def gradients(model: DiagnosedModel, rates: Rates, keep: Collection[str] = ()) -> Gradients:
-    """Runs a backward pass in training mode, frozen parameters included.
+    """Runs a backward pass in training mode, also for frozen parameters.
 
-    Every `.grad` and every random generator keeps its value. If targets were computed without a graph, their
-    gradient is taken nevertheless, so that the cut becomes visible.
+    Every `.grad` and every random generator keeps its value. If targets were computed without a graph, the
+    gradient at the targets is computed nevertheless, which shows where the path is cut.
 
     Args:
         model: the model and its rows.

@@ -36,7 +36,7 @@ class KeyHealth:
 
 @torch.no_grad()
 def key_health(z: Tensor) -> KeyHealth:
-    """Measures keys z [n, h]; of more than 1,024 tokens, an evenly spread part."""
+    """Measures keys z [n, h]. If there are more than 1,024 tokens, it uses 1,024 evenly spaced ones."""
     z = z[:: -(-len(z) // _AT_MOST)].float()
     gram = z @ z.T
     directions = z / torch.linalg.vector_norm(z, dim=1, keepdim=True).clamp(min=1e-30)
@@ -56,7 +56,7 @@ def participation(gram: Tensor) -> float:
     This participation ratio is the number of directions that carry the matrix's weight.
     """
     trace = gram.trace()
-    # computed from shares of the trace, so that no square overflows or underflows
+    # division by the trace first avoids overflow and underflow of the squares
     return 1 / float((gram / trace).square().sum()) if trace > 0 else 0.0
 
 

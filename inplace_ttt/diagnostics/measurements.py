@@ -1,4 +1,4 @@
-"""Makes all measurements of a model on its rows once, before any rule evaluates them."""
+"""Makes all measurements of a model on its rows, once, before any rule evaluates them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Measurements:
         stepped: losses after that step; None if no diagnosed parameter is trained.
         slopes: slope of the loss with ‖P‖; None if no layer has nonzero conv and P.
         ways: gradient on each path through a layer.
-        prompt_writers: layers with `prompt_write`. They write a prompt once, and its last chunk is read.
+        prompt_writers: layers with `prompt_write`, which write a prompt once, at its end.
         targets: sources and targets of a layer.
         writes: writes over the longest document.
         all_writes: loss with all writes minus loss without; None if no token reads a write.
@@ -52,8 +52,8 @@ class Measurements:
         states: dtypes in which each layer's state is kept.
         sweeps: losses over η and over conv's initial size.
         loss_off: mean loss in eval mode with the writes off, in nats per token.
-        chance: ln of the vocabulary size, the loss of a uniform guess. For a model with a higher loss, a
-            change of the loss does not show that writes help.
+        chance: ln of the vocabulary size, the loss of a uniform guess. If a model's loss is higher, a change
+            of the loss does not show that writes help.
     """
 
     layout: ChunkLayout
@@ -169,7 +169,7 @@ class Slopes:
 
 
 def _slopes(model: DiagnosedModel, baseline: Gradients) -> Slopes | None:
-    """Measures the slopes; the differences with steps of 0.1 and 0.2 give the error."""
+    """Measures the slopes. Differences with steps of 0.1 and 0.2 determine the error."""
     known = model.parameters()
     layers = [i for i in model.layers if (i, "proj") in known and bool(known[i, "proj"].any())]
     layers = [i for i in layers if (i, "conv") not in known or bool(known[i, "conv"].any())]
@@ -189,13 +189,13 @@ def _is_asked_for(key: Key, model: DiagnosedModel) -> bool:
 
 
 def _real_tokens(layout: ChunkLayout, model: DiagnosedModel) -> Tensor | None:
-    """Returns bool [B, T], the tokens of documents; None if all tokens are."""
+    """Returns bool [B, T], True for tokens of documents; None if all tokens belong to documents."""
     real = layout.chunk_ids(model.inputs["input_ids"].device) >= 0
     return None if bool(real.all()) else real
 
 
 def _states(model: DiagnosedModel, layout: ChunkLayout) -> dict[int, set[torch.dtype]]:
-    """Returns every dtype in which a layer's state is kept: in the op and in a session.
+    """Returns every dtype in which a layer's state is kept, in the op and in a session.
 
     The session reads one chunk and one token.
     """

@@ -1,4 +1,4 @@
-"""Observes the fast-weight reads of a forward pass, and measures its writes as it runs."""
+"""Observes the fast-weight reads of a forward pass, and measures the pass's writes while it runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Observer = Callable[[FastWeight, Tensor, Tensor, Tensor | None, ForwardContext],
 def observing(model: nn.Module, observer: Observer) -> Iterator[None]:
     """Calls `observer` on every fast-weight read of a forward pass.
 
-    The observer gets the layer, keys, targets, write gate and forward context.
+    The observer receives the layer, keys, targets, write gate and forward context.
     """
     with overriding([layer.fast for layer in fast_weights(model).values()], observer=observer):
         yield
@@ -46,7 +46,7 @@ def observed(model: nn.Module, found: dict[int, WriteHealth]) -> Iterator[None]:
 def watched(model: nn.Module, found: dict[int, Tensor]) -> Iterator[None]:
     """Records `state_ratio` of every layer in `found`, at the first forward pass.
 
-    Nothing but the labels is copied to the CPU, so the device is not waited for otherwise.
+    Only the labels are copied to the CPU. Nothing else waits for the device.
     """
     with _labels_noted(model) as labels:
 
@@ -64,8 +64,8 @@ def watched(model: nn.Module, found: dict[int, Tensor]) -> Iterator[None]:
 def _labels_noted(model: nn.Module) -> Iterator[Callable[[Tensor], Tensor | None]]:
     """Yields a function that returns the labels [B, T] of the current forward pass, on the CPU.
 
-    Its argument is an activation [B, T, ...] of that pass. It returns None if the pass
-    got none for these rows.
+    The function's argument is an activation [B, T, ...] of that pass. It returns None if the pass received no
+    labels for these rows.
     """
     last: dict[str, Any] = {}
 
@@ -75,7 +75,7 @@ def _labels_noted(model: nn.Module) -> Iterator[Callable[[Tensor], Tensor | None
 
     def labels(of: Tensor) -> Tensor | None:
         given, kept = last.get("labels"), last.pop("logits_to_keep", None)
-        if isinstance(given, Tensor) and isinstance(kept, Tensor):  # labels of the kept positions only
+        if isinstance(given, Tensor) and isinstance(kept, Tensor):  # the labels cover only kept positions
             given = given.new_full(of.shape[:2], IGNORED).index_copy(1, kept, given)
         last["labels"] = given = (
             given.cpu() if isinstance(given, Tensor) and given.shape == of.shape[:2] else None

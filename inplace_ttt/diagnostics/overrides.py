@@ -1,4 +1,4 @@
-"""Changes a model for the length of a `with` block, to remove a possible cause and restore it."""
+"""Changes a model inside a `with` block, to remove a possible cause, and restores it at the end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..layer.overrides import overriding
 
 @contextmanager
 def with_eta(layers: Mapping[int, FastWeight], etas: Mapping[int, float]) -> Iterator[None]:
-    """Sets η of some layers; 0 turns a layer's writes off."""
+    """Sets η of some layers. An η of 0 turns a layer's writes off."""
     with ExitStack() as stack:
         for index, eta in etas.items():
             stack.enter_context(overriding([layers[index].fast], eta=eta))

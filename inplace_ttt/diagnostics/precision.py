@@ -1,4 +1,4 @@
-"""Measures how much of an update rounding removes, and reads the dtype of the state.
+"""Measures the part of an update that rounding removes, and the dtype of the state.
 
 Rounding may occur in the state, in a running weight, and in the layer's output.
 """
@@ -24,11 +24,12 @@ class UpdateLost:
     """Fractions of the update that rounding removes, in Frobenius norm; None if nothing is written.
 
     Attributes:
-        dtype: the assumed half precision: the model's own, or bfloat16 for a full-precision model.
-        state: loss if S is summed in this dtype. None if the layer does not read that sum (ridge rule,
-            preserved row norms).
-        weight: loss if W0 + ηS is summed in this dtype, as in the reference code.
-        output: loss in the layer's output, in the model's own dtype.
+        dtype: the assumed half precision. It is the model's own dtype, or bfloat16 for a full-precision
+            model.
+        state: lost fraction if S is summed in this dtype. None if the layer does not read that sum (ridge
+            rule, preserved row norms).
+        weight: lost fraction if W0 + ηS is summed in this dtype, as in the reference code.
+        output: lost fraction in the layer's output, in the model's own dtype.
     """
 
     dtype: str

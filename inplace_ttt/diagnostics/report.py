@@ -1,4 +1,4 @@
-"""Writes a diagnosis to a folder: a self-contained page, its plots as PNG, and the numbers as JSON."""
+"""Writes a diagnosis to a folder, as a self-contained page, with plots as PNG and the numbers as JSON."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def write_report(diagnosis: Diagnosis, out: str | os.PathLike[str], *, overwrite
 
 
 def write_into(folder: Path, diagnosis: Diagnosis) -> None:
-    """Writes the same files into an existing folder."""
+    """Writes the files of `write_report` into an existing folder."""
     drawn = plots.draw_all(diagnosis, folder) if charts.available() else []
     images = [(plot.caption, (folder / plot.file).read_bytes()) for plot in drawn]
     (folder / PAGE).write_text(page(diagnosis, images), encoding="utf-8")
@@ -62,7 +62,7 @@ def write_into(folder: Path, diagnosis: Diagnosis) -> None:
 
 
 def summary(diagnosis: Diagnosis) -> str:
-    """Returns one sentence: the severe findings, or the number of warnings if none is severe."""
+    """Returns one sentence with the severe findings, or with the number of warnings if none is severe."""
     severe, warnings = diagnosis.of("severe"), diagnosis.of("warning")
     if severe:
         causes = ", ".join(dict.fromkeys(finding.id for finding in severe))

@@ -1,4 +1,4 @@
-"""Turns measurements into findings: the fault, its severity, and the numbers that show it."""
+"""Turns measurements into findings."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .measurements import Measurements
 from .write_rules import ROUNDED_AWAY, key_findings, precision_findings, safe_ranges, write_findings
 
 EXPLODES, RISES = 0.5, 0.1
-"""Rise of the loss by the first step, in nats: severe, and a warning."""
+"""Rises of the loss by the first step, in nats: at the first it is severe, at the second a warning."""
 CONSTANT = 1e-3
-"""Smallest fraction of a source's square that is not its mean; below it the source is constant."""
+"""Smallest fraction of a source's square that is not its mean. Below it the source counts as constant."""
 ONE_DIRECTION = 1.5
 """Largest participation ratio that counts as one direction."""
 SLOPE_NOISE = {16: 0.05, 32: 1e-3, 64: 1e-6}
@@ -42,7 +42,7 @@ def findings_of(
         rates: learning rates of Adam's first step.
         tick: called with a title before each pass.
         rates_given: True if the caller chose the rates.
-        float32_masters: True if the optimizer keeps parameters in float32, so that no step rounds away.
+        float32_masters: True if the optimizer keeps parameters in float32. No step is then lost to rounding.
     """
     broken = weights_not_finite(model)
     if not math.isfinite(m.gradients.loss):
@@ -71,7 +71,7 @@ def findings_of(
         for finding in precision_findings(m)
         if finding.id != "compute-precision" or not set(finding.layers) <= small
     ]
-    # Detached keys also take the gradient of the layers below, so that one layer seems to dominate.
+    # Detached keys also cut the gradient of the layers below, so one layer seems to dominate.
     if any(finding.id == "keys-detached" for finding in planted):
         flow = [finding for finding in flow if finding.id != "layer-dominates"]
     return [
@@ -120,7 +120,7 @@ def _targets(m: Measurements) -> list[Finding]:
 
 def _no_keys(m: Measurements) -> list[Finding]:
     layers = tuple(index for index in m.etas if m.keys[index].effective == 0)
-    message = "the down-projection's input is zero at every token, so that nothing is written or read"
+    message = "the down-projection's input is zero at every token, so nothing is written or read"
     return (
         [Finding("keys-zero", "severe", f"{named(layers)}: {message}", layers, {"effective": 0.0})]
         if layers
@@ -162,7 +162,7 @@ def _first_step(m: Measurements, rates: Rates) -> list[Finding]:
 def _rounded(m: Measurements, rates: Rates, rates_given: bool) -> list[Finding]:
     """Returns a finding on the parameter among conv, P and W0 that Adam's first step changes least.
 
-    Embeddings are left out: the share of their entries depends on rare tokens.
+    Embeddings are left out, since the fraction of their entries that change depends on rare tokens.
     """
     moved = {
         key: share

@@ -1,4 +1,4 @@
-"""Finds safe values of η and of conv's initial size, by the loss with writes on minus off."""
+"""Finds safe values of η and of conv's initial size, from the loss with writes minus the loss without."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Point:
 
     Attributes:
         value: η, or the standard deviation of conv.
-        loss: change of the loss, writes on minus off.
+        loss: the loss with writes minus the loss without.
         state_ratio: largest η‖S‖/‖W0‖ over all layers.
     """
 
@@ -40,7 +40,7 @@ class Sweep:
     Attributes:
         name: "eta" or "init".
         points: from the smallest value to the largest.
-        now: the model's own value; None if it does not lie on this curve.
+        now: the model's own value; None if it is not on this curve.
     """
 
     name: Literal["eta", "init"]
@@ -49,7 +49,7 @@ class Sweep:
 
     @property
     def safe(self) -> float | None:
-        """Largest value up to which no point raises the loss; None if the smallest raises it."""
+        """Largest value up to which no point raises the loss; None if even the smallest value raises it."""
         best = None
         for point in self.points:
             if math.isnan(point.loss.loss) or point.loss.exceeds(HARM):
@@ -84,8 +84,8 @@ def sweep_eta(
 ) -> Sweep:
     """Measures the loss with the model's own conv and P, and with η of all layers times a factor.
 
-    The curve is a function of the largest η of the layers. If all are 0, the factors themselves are the
-    values of η in every layer.
+    The curve is a function of the largest η of the layers. If η is 0 in all layers, each factor itself is
+    used as η in every layer.
 
     Args:
         model: the model; it is restored afterwards.

@@ -1,4 +1,4 @@
-"""Measures the targets of a layer: their source, P, and the directions that they span."""
+"""Measures a layer's target source, its P, and the directions that its targets span."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class TargetHealth:
 
 
 _AWAY = -0.5
-"""Largest cosine with the identity at which P points away. P = -I has -1, the paper's start 0 ± 1/√d."""
+"""Largest cosine with the identity at which P points away. P = -I has -1. The paper's start has 0 ± 1/√d."""
 
 
 def direction(layer: FastWeight) -> float:
     """Returns the cosine with the identity of P times conv's largest tap, or of P alone.
 
-    P alone is used without a conv, or if the product's cosine lies within ±0.5. A cosine of 1 means that
-    a target equals its source.
+    P alone is used without a conv, or if the product's cosine is within ±0.5. A cosine of 1 means that a
+    target has the direction of its source.
     """
     conv, proj = layer.ttt.conv, layer.ttt.proj.detach().float()
     own = _cosine(proj)
@@ -55,7 +55,7 @@ def direction(layer: FastWeight) -> float:
 
 
 def points_away(layer: FastWeight) -> bool:
-    """Returns True if a layer's targets point away from their source; loss gradients have none."""
+    """Returns True if a layer's targets point away from their source; False for loss gradients."""
     return layer.ttt.proj is not None and direction(layer) < _AWAY
 
 

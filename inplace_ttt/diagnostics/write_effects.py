@@ -1,4 +1,4 @@
-"""Measures the effect of writes on predictions: with all writes, with one layer's off, with none."""
+"""Measures predictions with all writes, with one layer's writes off, and without writes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .overrides import with_eta
 from .targets import points_away
 
 HARM = 0.01
-"""Largest rise of the loss over the loss with the writes off that is not harm, in nats per token."""
+"""Largest rise of the loss by writes that does not count as harm, in nats per token."""
 _SLICE = 256
 """Number of tokens whose logits are held in float32 at a time."""
 _ROUNDING = 64.0
@@ -88,8 +88,9 @@ class Effect:
     Attributes:
         loss: loss with the writes minus loss without.
         logits: RMS change of the logits, after each token's mean change is subtracted.
-        few: concentration of the change of the loss in a few tokens.
-        leaked: the same RMS over documents' first chunks, which read no write; 0 if rounding explains it.
+        few: concentration of the change of the loss in few tokens.
+        leaked: RMS change of the logits of documents' first chunks, which read no write; 0 if rounding
+            explains it.
         turned: change of the loss by writes of the opposite sign; measured only for a layer whose targets
             point away from their source.
     """
@@ -157,7 +158,7 @@ class Scored:
         return Change(float(mean), stderr, n)
 
     def few(self, on: Reading, off: Reading, model: DiagnosedModel) -> Few:
-        """Measures how far the change on - off is concentrated in a few tokens."""
+        """Measures the concentration of the change on - off in a few tokens."""
         difference, read = (on.losses - off.losses)[self.mask].double(), model.inputs["input_ids"][self.mask]
         count, ordered = -(-len(difference) // 100), difference.argsort()
         helped, harmed = ordered[:count], ordered[-count:]
@@ -222,7 +223,7 @@ def read_off(model: DiagnosedModel, within: AbstractContextManager[Any] | None =
 def effects(
     model: DiagnosedModel, scored: Scored, on: Reading, tick: Callable[[str], None]
 ) -> dict[int, Effect]:
-    """Measures each layer's effect, by turning its writes off alone.
+    """Measures each layer's effect, by turning off the writes of this layer alone.
 
     Args:
         model: the model and its rows.

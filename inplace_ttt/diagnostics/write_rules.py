@@ -1,4 +1,4 @@
-"""Rules for the writes of a layer: size, harm, direction, keys, precision, safe ranges."""
+"""Rules for the size, harm and direction of writes, for keys and precision, and for safe ranges."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .measurements import Measurements
 from .write_effects import HARM, Few
 
 EXCEEDS_WEIGHT, TENTH_OF_WEIGHT = 1.0, 0.1
-"""Values of η‖S‖/‖W0‖ after a document: as large as the weight, and large enough to look at."""
+"""Values of η‖S‖/‖W0‖ after a document: as large as the weight, and large enough for a closer look."""
 OF_FEW = 0.5
 """Fraction of the added loss in a hundredth of the tokens above which a few tokens bear the harm."""
 ALIGNED = 0.9

@@ -1,4 +1,4 @@
-"""Measures how far writes move a layer's weight, from the keys and targets of a forward pass."""
+"""Measures the size of a layer's writes, relative to W0, from the keys and targets of a forward pass."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from .precision import UpdateLost, rounding_of_output, running_sums
 class WriteHealth:
     """One layer's writes over the longest document of a forward pass.
 
-    If the forward pass has labels, the longest document with a label is taken; padding has none. The ridge
-    rule and preserved row norms do not read S but another map. Its norm then takes the place of ‖S‖, and its
-    change by a chunk the place of a write. With whitened keys, both are measured as changes of W0.
+    If the forward pass has labels, the longest document with a label is used. Padding has no label. The ridge
+    rule and preserved row norms do not read S but another map. The norm of that map then replaces ‖S‖, and
+    its change by a chunk replaces a write. With whitened keys, both are measured as changes of W0.
 
     Attributes:
         chunks: number of complete chunks.
@@ -69,8 +69,8 @@ class Writes:
     Attributes:
         by_chunk: the complete chunks, in order.
         effective_rank: participation ratio of SSᵀ.
-        growth: slope of log ‖S‖ over log chunks: 0.5 for unrelated writes, 1 if they repeat each other; None
-            below three chunks.
+        growth: slope of log ‖S‖ over the log of the number of chunks. It is 0.5 for unrelated writes, 1 for
+            writes that repeat each other, and None below three chunks.
         lost: fraction of the update that rounding removes.
         gate_mean: as in `WriteHealth`.
         gate_spread: as in `WriteHealth`.
@@ -95,7 +95,7 @@ class Writes:
 
     @property
     def alignment(self) -> float | None:
-        """Mean alignment of the chunks that have one."""
+        """Mean alignment of the chunks whose alignment is known."""
         known = [chunk.alignment for chunk in self.by_chunk if chunk.alignment is not None]
         return sum(known) / len(known) if known else None
 
@@ -111,9 +111,9 @@ def state_ratio(
 ) -> Tensor:
     """Returns η‖S‖/‖W0‖ after the longest document, as a scalar tensor on the layer's device.
 
-    If no chunk is clipped or normalized, S is one product, which costs little beside the layer itself. It is
-    computed in the model's own dtype, but chunk by chunk for float16. The ridge rule needs float32 at least,
-    because KᵀK rounded to bfloat16 need not be positive definite if the ridge is small.
+    If no chunk is clipped or normalized, S is one product, which costs little compared with the layer itself.
+    It is computed in the model's own dtype, but for float16 chunk by chunk. The ridge rule needs float32 at
+    least. With a small ridge, KᵀK rounded to bfloat16 may not be positive definite.
 
     Args:
         layer: the TTT layer.
@@ -183,7 +183,8 @@ def write_health(
 def writes_by_chunk(
     layer: FastWeight, z: Tensor, v: Tensor, gate: Tensor | None, context: ForwardContext
 ) -> Writes:
-    """Measures every chunk's write, their sum, and the part of it that rounding would remove.
+    """Measures every chunk's write, the sum of the writes, and the part of the sum that rounding would
+    remove.
 
     The arguments are those of `write_health`.
     """
@@ -228,7 +229,7 @@ def gate_health(gate: Tensor | None, layout: ChunkLayout) -> tuple[float, float]
 
 
 def labeled(layout: ChunkLayout, labels: Tensor | None) -> ChunkLayout:
-    """Returns the layout with only those documents that have a label; all of them without labels.
+    """Returns the layout of only the documents that have a label, or of all documents if `labels` is None.
 
     The tokens that fill up a packed row form a document without labels.
 

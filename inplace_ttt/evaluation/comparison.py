@@ -1,8 +1,8 @@
-"""Compares one model's losses with TTT on, off, and on cross-document state, and with its base.
+"""Compares a model's losses with TTT on, with TTT off and with another document's state, and its base's.
 
-A loss on below off proves little, because training may teach the target generator a constant that any
+A lower loss with TTT on proves little, because training may teach the target generator a constant that any
 document writes. A document is therefore also read with the state that another document wrote (`mismatched`).
-The gain that is left is the `generic_gain`; on minus mismatched is the `document_gain`.
+The gain that remains then is the `generic_gain`. The `document_gain` is on minus mismatched.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from .token_losses import mismatched_losses, token_losses
 class DocumentLosses:
     """Token losses of one document, float32 [T - 1] each, in nats.
 
-    With a mismatched reading, all means end where it ends, so that differences of means are means of
-    differences.
+    If the document is also read as mismatched, all means end where that reading ends. Then differences of
+    means are means of differences.
 
     Attributes:
-        on: with writes.
-        off: without writes.
-        mismatched: with cross-document state; ends where the other document does.
-        base: of the base model.
+        on: losses with writes.
+        off: losses without writes.
+        mismatched: losses with another document's state; they end where that document ends.
+        base: losses of the base model.
     """
 
     on: Tensor
@@ -215,7 +215,7 @@ def compare(
     baseline: BaselineLosses | None = None,
     progress: bool = False,
 ) -> Comparison:
-    """Reads documents with TTT on, off and on cross-document state, and with a base.
+    """Reads documents with TTT on, with TTT off and with another document's state, and with a base.
 
     Args:
         model: a converted model.
@@ -278,7 +278,7 @@ def compare(
 
 
 def lenders(documents: Sequence[Tensor]) -> dict[int, int]:
-    """Returns for each document, the longest first, the one whose writes it reads as `mismatched`.
+    """Maps each document, the longest first, to the document whose writes it reads as `mismatched`.
 
     Both have similar lengths. The pairs do not depend on the batches.
     """
@@ -297,7 +297,7 @@ def require_comparable(model: PreTrainedModel, documents: Sequence[Tensor], prot
     for document in documents:
         if len(document) <= least:
             raise InPlaceTTTError(
-                f"a document has {len(document)} tokens, and no write is read and counted before token "
+                f"a document has {len(document)} tokens, but no write is read and counted before token "
                 f"{least} (chunks of {chunk}, the first {protocol.skip} do not count); give longer texts."
             )
     refuse_same_text(documents)

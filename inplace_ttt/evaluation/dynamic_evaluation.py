@@ -1,9 +1,9 @@
 """Dynamic evaluation, the rival without fast weights: gradient descent on the weights themselves.
 
-The same down-projections as those of the model's TTT layers take one step of plain gradient descent per
-chunk, on the mean loss of the chunk's predicted tokens. A chunk is scored before its own step. Each document
-begins with the base's weights. Nothing of the package's own reading is used: a hook per layer adds the change
-of its weight, which is a float32 tensor of its own.
+The down-projections of the model's TTT layers take one step of plain gradient descent per chunk, on the mean
+loss of the chunk's predicted tokens. A chunk is scored before its own step. Each document
+begins with the base's weights. None of the package's code for fast weights is used: a hook per layer adds
+the change of its weight, which is a separate float32 tensor.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def dynamic_evaluation(
 
     Returns:
         For each rate a JSON object: `rate`; `loss` in nats per token; `difference`, its loss minus that of
-        the weights unchanged; `document_gain`, its loss minus that under another document's weights (None for
+        the unchanged weights; `document_gain`, its loss minus that under another document's weights (None for
         a single document); `on_minus_dynamic`, the model's own loss minus this one. The last three are means
         over documents with standard errors.
     """
@@ -75,7 +75,7 @@ def _compared(
     rate: float, known: Comparison, own: dict[int, Tensor], mismatched: dict[int, Tensor]
 ) -> dict[str, Any]:
     def beside(reading: str, losses: Sequence[Tensor]) -> Comparison:
-        """Returns the losses as "on", and as "off" the known ones of a reading."""
+        """Returns a comparison: the losses as "on", and the known losses of a reading as "off"."""
         return Comparison(
             [
                 DocumentLosses(one, getattr(known.documents[place], reading), mismatched.get(place))
@@ -106,7 +106,7 @@ def descent_losses(
     *,
     progress: Progress = lambda tokens: None,
 ) -> Tensor:
-    """Reads a document while its weights descend, and other rows with the same weights.
+    """Reads a document while gradient descent changes the weights, and other rows with the same weights.
 
     Args:
         model: a converted model; its writes are off.

@@ -13,7 +13,7 @@ from ..families import locate
 from .token_losses import Progress, token_losses
 
 PIECE = 512
-"""Tokens per row. A row sees no earlier one, so that attention does not hide the part of the weights."""
+"""Tokens per row. Rows do not see each other, so attention does not hide the part of the weights."""
 MOST = 8 * PIECE
 """Most tokens of a text that are read."""
 
@@ -27,9 +27,9 @@ class Kept:
 
     Attributes:
         tokens: scored tokens.
-        without: of the model without TTT.
-        session: with the session's fast weights, which do not change while the text is read.
-        exported: of the export.
+        without: loss of the model without TTT.
+        session: loss with the session's fast weights, which do not change while the text is read.
+        exported: loss of the export.
     """
 
     tokens: int

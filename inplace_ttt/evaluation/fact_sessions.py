@@ -53,7 +53,7 @@ class Answer:
 
 @dataclass
 class Reader:
-    """Documents as one kind of reading holds them: a batch in one cache.
+    """A batch of documents in one cache, read in one way (its `name`).
 
     Attributes:
         name: the reading: "on", "off", "bm25" or "full".
@@ -102,7 +102,7 @@ class Reader:
     def readings(self, documents: int) -> Iterator[tuple[str, Reader, int]]:
         """Yields the readings that this session serves: name, session, and a shift of rows.
 
-        A document's questions are put to the row that many rows further on.
+        The questions of a document go to the row that is `shift` rows further on.
         """
         yield self.name, self, 0
         if self.name == "on":

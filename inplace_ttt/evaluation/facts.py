@@ -83,8 +83,8 @@ def recall_of_facts(
     ]
     if missing := length - min(map(len, documents)):
         raise InPlaceTTTError(
-            f"{records} records and a distance of {distances[-1]:,} take documents of {length:,} tokens, "
-            f"and one lacks {missing:,} "
+            f"{records} records and a distance of {distances[-1]:,} need documents of {length:,} tokens, "
+            f"but one lacks {missing:,} "
             f"of them; give more text, fewer --facts, or a shorter distance."
         )
     rows = torch.stack(documents)
@@ -151,7 +151,7 @@ def _invented(records: int, documents: int, seed: int) -> list[Facts]:
 
 
 def _beginning(told: Sequence[Facts], encode: Encode, chunk_size: int) -> int:
-    """Returns the tokens of the part that states the facts: complete chunks, half of it text."""
+    """Returns the length of the part that states the facts: complete chunks, at least half of them text."""
     longest = max(sum(len(encode(apart(sentence))) for sentence in facts.sentences) for facts in told)
     return -(-2 * longest // chunk_size) * chunk_size
 

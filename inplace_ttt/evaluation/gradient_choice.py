@@ -1,8 +1,8 @@
-"""Chooses layers and η for `target: gradient`: tries several, untrained, and takes the best harmless one.
+"""Chooses layers and η for `target: gradient`: tries several choices, and takes the best harmless one.
 
-Each text holds a passage twice, the second time beyond the attention window. A choice does harm if it raises
-the loss of any text between the two copies. `choose` takes the harmless choice that lowers the loss of the
-second copy most.
+Nothing is trained. Each text holds a passage twice, the second time beyond the attention window. A choice
+does harm if it raises the loss of any text between the two copies. `choose` takes the harmless choice that
+lowers the loss of the second copy most.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def choose(
     spans = passage.between(start), passage.second(start)
     if passage.length < config.chunk_size:
         raise InPlaceTTTError(
-            f"choosing layers and eta takes texts of {least_tokens(config)} tokens, and one has "
+            f"choosing layers and eta needs texts of {least_tokens(config)} tokens, but one has "
             f"{length}; give longer texts, or --layers and --eta."
         )
     texts = torch.cat([passage.repeat(row[0, :length], start)[None] for row in rows[:TEXTS]])
@@ -142,7 +142,7 @@ def table(best: Tried, tried: Sequence[Tried]) -> list[str]:
         lines.append(f"  {','.join(map(str, one.layers)):26}{one.eta:9g}{losses}{note}")
     if best.harms:
         lines.append(
-            "  every choice makes a text harder; the one that costs least is taken. Measure it with "
+            "  every choice makes a text harder; the one that does so least is taken. Measure it with "
             "`inplace-ttt evaluate`."
         )
     return lines

@@ -52,7 +52,7 @@ def growing_context(
         standard error.
 
     Raises:
-        InPlaceTTTError: as `require_contexts`.
+        InPlaceTTTError: if `require_contexts` raises it.
     """
     require_contexts(documents, contexts, block)
     longest = max(contexts)
@@ -88,6 +88,6 @@ def require_contexts(documents: Sequence[Tensor], contexts: Sequence[int], block
         )
     if short := [len(d) for d in documents if len(d) < longest + block]:
         raise InPlaceTTTError(
-            f"a context of {longest} tokens and a block of {block} take {longest + block}, and a document "
-            f"has {min(short)}; give longer documents, or a shorter context."
+            f"a context of {longest} tokens and a block of {block} need {longest + block}, but a document "
+            f"has only {min(short)}; give longer documents, or a shorter context."
         )

@@ -1,4 +1,4 @@
-"""Settings of how documents are read, and the losses with and without writes."""
+"""Settings for reading documents, and the losses with and without writes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Protocol:
 
     Args:
         window: attention window in tokens; None for full attention.
-        sinks: first tokens that stay visible beside the window.
+        sinks: first tokens that stay visible in addition to the window.
         skip: first tokens of a document that do not count.
         batch_size: documents per batch.
         begins: special tokens that begin every text of this model, such as a BOS. A probe puts them first if

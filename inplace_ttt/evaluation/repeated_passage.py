@@ -49,7 +49,7 @@ def repeated_passage(
         documents; `repeated_passage_off` and `between_off`, the losses without writes.
 
     Raises:
-        InPlaceTTTError: as `require_room`.
+        InPlaceTTTError: if `require_room` raises it.
     """
     passage = passage or Passage()
     require_room(documents, passage)
@@ -86,7 +86,7 @@ def require_room(documents: Sequence[Tensor], passage: Passage) -> None:
     length = min(map(len, documents))
     if length < passage.tokens:
         raise InPlaceTTTError(
-            f"a passage of {passage.length} tokens twice, {passage.gap} apart, takes {passage.tokens} "
-            "tokens, and the shortest "
+            f"a passage of {passage.length} tokens twice, {passage.gap} apart, needs {passage.tokens} "
+            "tokens, but the shortest "
             f"document has {length}; give longer documents, or a shorter passage."
         )

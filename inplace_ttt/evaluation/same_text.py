@@ -39,7 +39,7 @@ def refuse_same_text(documents: Sequence[Tensor]) -> None:
         for other, count in shared.most_common(1):
             if 2 * count > len(looked_at):
                 raise InPlaceTTTError(
-                    f"documents {other + 1} and {number + 1} hold the same text, so that one's state is "
+                    f"documents {other + 1} and {number + 1} hold the same text, so the state of one is "
                     "not a control for the other; give each text once."
                 )
         first.update((each, number) for each in looked_at if each not in first)

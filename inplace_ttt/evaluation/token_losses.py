@@ -1,6 +1,6 @@
 """Computes the token losses of documents, read in pieces through a KV cache.
 
-The result equals that of one forward pass (law L2), with less memory.
+The result equals that of one forward pass (law L2 in tests/laws), with less memory.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def token_losses(
         rows: token ids [lenders + B, T].
         piece: tokens per forward pass.
         window: attention window in tokens; None for full attention.
-        sinks: first tokens that stay visible beside the window.
+        sinks: first tokens that stay visible in addition to the window.
         lenders: number of leading rows that are read only for the state that they write; their logits are not
             computed.
         before_piece: called with the cache before each piece.
@@ -95,8 +95,9 @@ def mismatched_losses(
 ) -> Tensor:
     """Computes token losses of rows that read another document's state (cross-document state).
 
-    Chunk by chunk, each row reads the state that the row at its place in `lenders` has written. A lender is
-    in the batch and reads its own state. The state has as many writes as the reader's own would have.
+    Chunk by chunk, each row reads the state that the row with the same index in `lenders` has written. The
+    lenders are in the batch too, and read their own states. The state that a row reads has as many writes as
+    its own state would have.
 
     Args:
         model: a converted model.

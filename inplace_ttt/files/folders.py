@@ -37,7 +37,7 @@ def new_folder(
         path: the folder to write.
         kind: kind of output, one of the constants in `files.manifest`.
         overwrite: replace an earlier output of this kind, if it holds no other files.
-        sources: inputs of the command, which `path` must lie apart from.
+        sources: inputs of the command, which must not overlap with `path`.
 
     Raises:
         InPlaceTTTError: if `path` may not be replaced, another run writes it, or the disk refuses.
@@ -48,7 +48,7 @@ def new_folder(
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InPlaceTTTError(
-            f"cannot write beside {path}: {error.strerror}; choose a place you may write to."
+            f"cannot write next to {path}: {error.strerror}; choose a place you may write to."
         ) from None
     with output_lock(path), disk_errors(path):
         _restore(target)
@@ -75,7 +75,7 @@ def new_file(path: str | os.PathLike[str], *, ours: bool, wait: bool = False) ->
     """
     target = Path(os.path.realpath(path))
     refuse_file(path, ours)
-    # a folder, because writers may leave temporary files beside their output
+    # a folder, because writers may leave temporary files next to their output
     with output_lock(path, wait=wait), disk_errors(path), _partial(target) as folder:
         partial = folder / target.name
         yield partial
@@ -87,7 +87,7 @@ def require_writable(folder: Path, remedy: str) -> None:
     """Checks that files can be written into a folder. A missing folder is created and removed again.
 
     Args:
-        folder: need not exist.
+        folder: the folder, which need not exist.
         remedy: end of the error message.
 
     Raises:
@@ -108,7 +108,7 @@ def require_writable(folder: Path, remedy: str) -> None:
 
 @contextmanager
 def disk_errors(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turns errors of the disk while `path` is written into one sentence each."""
+    """Raises InPlaceTTTError, with one sentence, for errors of the disk while `path` is written."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -124,7 +124,7 @@ def disk_errors(path: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextmanager
 def _partial(target: Path) -> Iterator[Path]:
-    """Yields an empty folder beside `target`, marked as ours, and removes it afterwards.
+    """Yields an empty folder next to `target`, marked as ours, and removes it afterwards.
 
     The leftover of a killed run is removed first.
     """
@@ -155,7 +155,7 @@ def remove_leftover(folder: Path) -> None:
 
 
 def _discard(folder: Path) -> None:
-    """Removes a folder of ours, its manifest last, so that a killed removal leaves it marked as ours."""
+    """Removes a folder of ours. Its manifest goes last, so a killed removal leaves it marked as ours."""
     for entry in list(folder.iterdir()):
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)

@@ -20,7 +20,7 @@ def parse_json(text: str | bytes) -> Any:
     """Returns the value of a JSON text.
 
     Raises:
-        ValueError: with one line, if the text is not JSON, is nested too deep, or is not valid Unicode.
+        ValueError: if the text is not JSON, nested too deep, or not valid Unicode; its message is one line.
     """
     try:
         values = json.loads(text.decode("utf-8") if isinstance(text, bytes) else text)

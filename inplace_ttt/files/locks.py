@@ -33,7 +33,7 @@ def output_lock(path: str | os.PathLike[str], *, wait: bool = False) -> Iterator
         handle = _locked(file, wait)
     except OSError as error:
         raise InPlaceTTTError(
-            f"cannot write beside {path}: {error.strerror}; choose a place you may write to."
+            f"cannot write next to {path}: {error.strerror}; choose a place you may write to."
         ) from None
     if handle is None:
         raise InPlaceTTTError(
@@ -43,7 +43,7 @@ def output_lock(path: str | os.PathLike[str], *, wait: bool = False) -> Iterator
         yield
     finally:
         with suppress(OSError):
-            os.unlink(file)  # while held: a waiter then finds that its file has lost its name, and retries
+            os.unlink(file)  # while locked, so that a waiter finds its file gone, and retries
         os.close(handle)
 
 

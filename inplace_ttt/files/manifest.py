@@ -39,7 +39,7 @@ class _Manifest(Open):
     """The contents of a manifest.
 
     Attributes:
-        kind: of the folder.
+        kind: kind of the folder's output.
         files: path in the folder -> `file_state` when it was written; None accepts any state.
     """
 
@@ -225,13 +225,13 @@ def refuse_changed_link(file: Path, known: list[int] | None) -> None:
     """Raises InPlaceTTTError for a hard link that was written through since it was made.
 
     Args:
-        file: to check.
+        file: the file to check.
         known: its `file_state` when it was linked; None if not recorded.
     """
     if known is not None and file.stat().st_nlink > 1 and file_state(file) != known:
         raise InPlaceTTTError(
-            f"{file} was changed after it was linked here: the file that it shares with another folder was "
-            "written over; convert again."
+            f"{file} was changed after it was linked here: another folder shares the file, and it was "
+            "overwritten; convert again."
         )
 
 

@@ -35,6 +35,6 @@ def require_memory(needed: int, what: str, available: int | None = None) -> None
     available = available_memory() if available is None else available
     if available is not None and needed > available:
         raise InPlaceTTTError(
-            f"{what} needs {needed / 1e9:,.1f} GB of memory and {available / 1e9:,.1f} are free; take "
+            f"{what} needs {needed / 1e9:,.1f} GB of memory, but {available / 1e9:,.1f} are free; use "
             "smaller sizes."
         )

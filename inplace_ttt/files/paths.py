@@ -28,7 +28,7 @@ def require_regular(path: str | os.PathLike[str], problem: str) -> None:
     A pipe may never end. A missing file passes; its reader raises.
 
     Args:
-        path: to check.
+        path: the path to check.
         problem: beginning of the message.
     """
     try:

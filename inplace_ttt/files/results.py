@@ -16,7 +16,7 @@ class Results:
     """JSON objects by name, in one file each. Without a folder they are kept in memory.
 
     Args:
-        folder: for the files, which are written in one step each.
+        folder: folder of the files, each of which is written in one step.
         remedy: end of the message about a file with other settings.
     """
 
@@ -30,8 +30,8 @@ class Results:
         """Returns the result of that name, or None.
 
         Args:
-            name: of the result.
-            same: values that the stored result must hold.
+            name: name of the result.
+            same: values that the stored result must contain.
 
         Raises:
             InPlaceTTTError: if a value of `same`, or of a table in it, differs from the stored one, or is

@@ -25,7 +25,7 @@ class WrongSetting(ValueError):
     """An invalid setting.
 
     Args:
-        key: of the setting within its section.
+        key: the setting's key within its section.
         message: the problem.
     """
 
@@ -39,7 +39,7 @@ class Open:
 
 
 def require(holds: bool, key: str, message: str) -> None:
-    """Raises WrongSetting unless the condition holds."""
+    """Raises WrongSetting unless the condition is true."""
     if not holds:
         raise WrongSetting(key, message)
 
@@ -69,7 +69,7 @@ def from_values(cls: type[T], values: Any, where: str) -> T:
         where: name of the file, for the message.
 
     Raises:
-        InPlaceTTTError: with the path of the invalid key.
+        InPlaceTTTError: if a key or value is invalid; the message has the key's path.
     """
 
     def refuse(keys: Keys, message: str) -> InPlaceTTTError:

@@ -27,7 +27,7 @@ def read_settings(cls: type[T], file: Path, overrides: Sequence[str] = (), **int
         internal: values of the fields that are marked internal.
 
     Raises:
-        InPlaceTTTError: with the line and key of the problem.
+        InPlaceTTTError: if the file or a setting is invalid; the message has line and key.
     """
     import yaml
 
@@ -79,8 +79,8 @@ class _Reader:
         self._nodes += 1
         if self._nodes > _MOST_NODES or len(keys) > 50:
             raise InPlaceTTTError(
-                f"{self.name} holds more than {_MOST_NODES:,} values or nests them too deep; write its "
-                "aliases out."
+                f"{self.name} holds more than {_MOST_NODES:,} values or nests them too deep; replace its "
+                "aliases by their values."
             )
         if isinstance(node, yaml.MappingNode):
             table: dict[str, Any] = {}
@@ -109,7 +109,7 @@ class _Reader:
 
 
 def _number(value: Any, text: str) -> Any:
-    """Reads 1e-5 as a number, 010 as 10 and 1:30 as text; YAML 1.1 reads text, 8 and 90."""
+    """Reads 1e-5 as a number, 010 as 10 and 1:30 as text. YAML 1.1 reads these as text, 8 and 90."""
     if type(value) in (int, float) and ":" in text:
         return text
     if type(value) is int and text.lstrip("+-").replace("_", "").isdecimal():

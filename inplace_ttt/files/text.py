@@ -25,9 +25,9 @@ def document_ids(tokenizer: Any, text: str, source: str) -> list[int]:
     """Returns the token ids of a document, with the tokenizer's special tokens.
 
     Args:
-        tokenizer: of the model.
-        text: of the document.
-        source: its name, for the message.
+        tokenizer: the model's tokenizer.
+        text: the document's text.
+        source: the document's name, for the message.
 
     Raises:
         InPlaceTTTError: if the tokenizer cannot read the text, or the text holds a token without an
@@ -39,7 +39,7 @@ def document_ids(tokenizer: Any, text: str, source: str) -> list[int]:
 
 
 def with_one_beginning(ids: list[int], begins: list[int]) -> list[int]:
-    """Returns ids with a single BOS, also if the text itself spells one after the tokenizer's.
+    """Returns ids with a single BOS, also if the text itself begins with one.
 
     Args:
         ids: token ids of a text.
@@ -56,7 +56,7 @@ def refuse_beyond(ids: list[int], tokenizer: Any, source: str) -> list[int]:
     Args:
         ids: token ids.
         tokenizer: checked by `require_known_ids`, which records the number of embeddings.
-        source: for the message.
+        source: the text's name, for the message.
     """
     known = getattr(tokenizer, KNOWN_IDS, None)
     if known is not None and ids and (largest := max(ids)) >= known:
@@ -104,16 +104,16 @@ def require_known_ids(tokenizer: Any, model: Any, source: str) -> None:
     Special tokens may lie beyond the embeddings; `refuse_beyond` then raises if a text holds one.
 
     Args:
-        tokenizer: to check.
-        model: to check it against.
-        source: for the message.
+        tokenizer: the tokenizer to check.
+        model: the model to check it against.
+        source: the tokenizer's name, for the message.
     """
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     numbers = set(tokenizer.get_vocab().values())
     largest = max(numbers - special, default=0)
     if largest >= (known := model.get_input_embeddings().num_embeddings):
         raise InPlaceTTTError(
-            f"{source} has the tokenizer of another model: it gives ids up to {largest}, the model has "
+            f"{source} has the tokenizer of another model: it gives ids up to {largest}, but the model has "
             f"{known} embeddings."
         )
     if max(numbers, default=0) >= known:

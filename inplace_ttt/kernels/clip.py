@@ -1,12 +1,13 @@
 """The clip c = min(1, τ / ‖D‖) of each chunk's delta D = VᵀZ, and its gradient, without computing D.
 
-Let R be the gradient of cD. Then dD = c (R - k D), where k = ⟨D, R⟩ / ‖D‖² if c < 1, else 0. The walk
-supplies cR, so dV = Z (cR)ᵀ and dZ = V (cR) are already computed, and ⟨D, cR⟩ = ⟨dV, V⟩. The second term uses
+Let R be the gradient of cD. Then dD = c (R - k D), where k = ⟨D, R⟩ / ‖D‖² if c < 1, else 0. The backward
+walk (`walk`) computes cR. So dV = Z (cR)ᵀ and dZ = V (cR) are known, and ⟨D, cR⟩ = ⟨dV, V⟩. The second term
+uses
 
     Z Dᵀ = (Z Zᵀ) V        V D = (V Vᵀ) Z
 
-and costs 2 C²(d + h) multiply-adds per chunk. Through D itself it would cost 3 C·d·h, which is more for
-chunks below 1.5 dh / (d + h) tokens.
+and costs 2 C²(d + h) multiply-adds per chunk. With D itself it would cost 3 C·d·h. That is more for chunks
+below 1.5 dh / (d + h) tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .products import combine, packed, scores
 from .schedule import to_device
 
 _SCORES = 1 << 28
-"""Bytes of the Gram matrices computed in one launch."""
+"""Largest number of bytes of the Gram matrices that one launch computes."""
 
 
 @dataclass(frozen=True)

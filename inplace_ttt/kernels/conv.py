@@ -2,9 +2,9 @@
 
     out_t = Σ_j conv_j ∘ x_{t+f+j}      over the taps whose token lies in t's chunk; f: first tap's offset
 
-It reads its input once and writes its result once: 2 · N · d numbers. Plain torch makes 5 to 6 passes over
-them per tap. The gradient of x is the same convolution with reversed taps. The gradient of conv is summed in
-float32, block by block, in a fixed order.
+It reads its input once and writes its result once, which moves 2 · N · d numbers. Plain torch makes 5 to 6
+passes over these numbers per tap. The gradient of x is the same convolution with reversed taps. The gradient
+of conv is summed in float32, block by block, in a fixed order.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from .support import INTERPRETED
 _TOKENS, _CHANNELS = (8, 16) if INTERPRETED else (64, 64)
 _TOKENS_A_SUM = 4 * _TOKENS if INTERPRETED else 32 * _TOKENS
 _TOKENS_OF_TAPS = _TOKENS // 2
-"""Tokens per tile for the gradient of the taps. They are few, because all taps of a tile are in registers
-together."""
+"""Tokens per tile for the gradient of the taps.
+
+The number is small, because the registers hold all taps of a tile at once.
+"""
 
 
 @triton.jit
 def _chunk_of(ids, t, length):
-    """Returns the chunk numbers of tokens t, -1 outside every chunk and outside the row."""
+    """Returns the chunk numbers of tokens t, or -1 outside every chunk and outside the row."""
     return tl.load(ids + t, mask=(t >= 0) & (t < length), other=-1)
 
 
@@ -36,7 +38,7 @@ def convolve_kernel(
 ):  # fmt: skip
     """One program: BT tokens by BC channels of one row.
 
-    REVERSED: tap j reads t - first_tap - j, the transpose.
+    With REVERSED, tap j reads token t - first_tap - j, which is the transposed convolution.
     """
     row = tl.program_id(2).to(tl.int64)
     t = tl.program_id(0) * BT + tl.arange(0, BT)
@@ -79,14 +81,14 @@ def taps_gradient_kernel(
         grad = tl.load(
             d_out + row * g_row + t.to(tl.int64)[:, None] * g_token + c[None, :], mask=real, other=0.0
         ).to(tl.float32)
-        # a tap reads the same rows of x as the next tap except one, so they come from the cache
+        # two neighboring taps read the same rows of x except one, so most rows come from the cache
         for j in tl.static_range(TAPS):
             there = t + first_tap + j
             inside = ((mine >= 0) & (_chunk_of(ids, there, length) == mine))[:, None] & (c < d)[None, :]
             source = tl.load(
                 x + row * x_row + there.to(tl.int64)[:, None] * x_token + c[None, :], mask=inside, other=0.0
             )
-            # the gradient outside the tap may be NaN too
+            # the gradient outside the tap's tokens may be NaN, so it is masked too
             part = tl.sum(tl.where(inside, grad, 0.0) * source.to(tl.float32), axis=0)
             sums += tl.where(taps == j, part[None, :], 0.0)
     tl.store(parts + taps * d + c[None, :], sums, mask=(taps < TAPS) & (c < d)[None, :])

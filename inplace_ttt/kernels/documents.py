@@ -1,4 +1,7 @@
-"""The host's plan of a call: the documents that are walked, and the tokens that only read W0."""
+"""The host's plan of a call. It lists the documents for the walk, and the tokens that only read W0.
+
+A walk is a loop over a document's chunks with a running sum (`walk`).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 _LONGEST_PIECE = 4096
-"""Most tokens outside the walked documents that one program processes for W0's gradient."""
+"""Largest number of tokens outside the walked documents that one program processes for W0's gradient."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class Document:
         stop: End, exclusive.
         chunk: Tokens per chunk.
         begins: True if the document starts from the row's initial state.
-        ends: True if its last state is returned.
+        ends: True if the state after its last write is returned.
     """
 
     row: int
@@ -56,14 +59,15 @@ class Document:
 class Plan:
     """The plan of all calls of one kind over the same documents.
 
-    Caches use the object's identity as their key.
+    Caches of derived tables use the object's identity as their key.
 
     Attributes:
         batch: Rows B.
         chunk: Tokens per chunk.
-        documents: The walked documents in order. A row without documents that has a state gets an empty one.
+        documents: The walked documents in order. A row that has a state but no document has an empty one
+            here.
         short: The documents that use the dual form.
-        plain: Spans, merged, whose product with W0 no walk computes.
+        plain: Merged spans whose product with W0 no walk computes.
         outside: Spans outside the walked documents, in pieces.
     """
 
@@ -132,7 +136,7 @@ def _gaps(spans: list[tuple[int, int]], length: int) -> Iterator[tuple[int, int]
 
 
 def _pieces(spans: Iterator[tuple[int, int]], chunk: int) -> Iterator[tuple[int, int]]:
-    """Splits the spans into pieces of complete chunks, so that several programs share a long span."""
+    """Splits the spans into pieces of complete chunks. Several programs then share a long span."""
     longest = max(_LONGEST_PIECE // chunk, 1) * chunk
     for start, stop in spans:
         yield from ((first, min(first + longest, stop)) for first in range(start, stop, longest))

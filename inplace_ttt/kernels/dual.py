@@ -1,4 +1,4 @@
-"""The dual form, for short documents: chunks read earlier chunks through scores, and no state is computed.
+"""The dual form, for short documents. Chunks read earlier chunks through scores, without any state.
 
     O_i = Z_i W0ᵀ + η Σ_{j<i} (Z_i Z_jᵀ) V_j
 
@@ -7,9 +7,9 @@ Then
 
     O += η A V      dZ += η (B + Bᵀ) Z      dV = η Aᵀ dO
 
-Half of the scores are zero, and their tiles are skipped. A document is short if the nonzero scores take less
-work than its walk. In the forward they take T²(d + h) / 2 multiply-adds and the walk T·d·h, in the backward
-T²(d + h) against 3T·d·h. All short documents share one launch per product.
+Half of the scores are zero, and their tiles are skipped. A document is short if its nonzero scores need less
+work than its walk. In the forward, the scores need T²(d + h) / 2 multiply-adds and the walk needs T·d·h. In
+the backward, it is T²(d + h) against 3T·d·h. All short documents share one launch per product.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .products import Problems, combine, packed, scores
 
 
 def longest(d: int, h: int) -> int:
-    """Returns the number of tokens up to which a document is short, for W0 [d, h]."""
+    """Returns the length in tokens of the longest short document, for W0 [d, h]."""
     return 2 * d * h // (d + h)
 
 

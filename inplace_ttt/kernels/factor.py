@@ -1,11 +1,11 @@
-"""The inverse L⁻¹ of the Cholesky factors A = L Lᵀ of many matrices, by products of halves and a kernel.
+"""The inverses L⁻¹ of the Cholesky factors A = L Lᵀ of many matrices, by recursive halving.
 
-Let L₁ be the factor of A's first half, and L₂ that of A₂₂ - L₂₁L₂₁ᵀ:
+Let L₁ be the Cholesky factor of A₁₁, and L₂ the factor of A₂₂ - L₂₁L₂₁ᵀ:
 
     L₂₁ = A₂₁L₁⁻ᵀ        L⁻¹ = [L₁⁻¹, 0; -L₂⁻¹L₂₁L₁⁻¹, L₂⁻¹]
 
-This takes 4/3 r³ multiply-adds in plain products. A factorization and its solves take r³/3 of them, in steps
-that wait for each other. The kernel inverts the small blocks at which the halving stops.
+The halving needs 4/3 r³ multiply-adds, in plain products. A factorization and its solves would need only
+r³/3, but in steps that wait for each other. The kernel inverts the small blocks at which the halving stops.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import Tensor
 from .support import INTERPRETED, on_device_of
 
 _BLOCK = 8 if INTERPRETED else 64
-"""Rows of a matrix that a program inverts one after the other in its registers."""
+"""Number of rows that a program inverts one after the other in its registers."""
 _LEAF = 2 * _BLOCK
-"""Rows of the largest matrix that one program inverts."""
+"""Number of rows of the largest matrix that one program inverts."""
 
 
 @triton.jit
@@ -46,7 +46,7 @@ def _inverted(a, n, B: tl.constexpr):
 def leaf_kernel(
     matrices, inverses, n, a_matrix, a_row, x_matrix, x_row, HALVES: tl.constexpr, B: tl.constexpr
 ):
-    """One program: L⁻¹ of one matrix of n ≤ B rows; with HALVES of n ≤ 2B rows, by its halves."""
+    """One program: L⁻¹ of one matrix of n ≤ B rows, or with HALVES of n ≤ 2B rows, by its two halves."""
     rows, columns = tl.arange(0, B)[:, None], tl.arange(0, B)[None, :]
     a = matrices + tl.program_id(0).to(tl.int64) * a_matrix + rows * a_row + columns
     x = inverses + tl.program_id(0).to(tl.int64) * x_matrix + rows * x_row + columns
@@ -69,7 +69,7 @@ def leaf_kernel(
 def inverse_factor(matrices: Tensor) -> Tensor:
     """Returns L⁻¹, lower triangular, for positive definite matrices [n, r, r] float32, which are overwritten.
 
-    The products are in full float32 only if torch's settings require it.
+    The products have full float32 precision only if torch's settings require it.
 
     Args:
         matrices: Positive definite matrices [n, r, r] float32; the last dimension is contiguous.

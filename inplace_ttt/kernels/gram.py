@@ -76,7 +76,7 @@ def squared_norms(a: Tensor, b: Tensor, starts: Tensor, chunk: int) -> Tensor:
     def launch(tile: Tile) -> Tensor:
         count = triton.cdiv(chunk, tile.rows)
         out = torch.empty(len(starts), count * count, dtype=torch.float32, device=a.device)
-        squared_norms_kernel[(out.numel(),)](  # one axis, because the other axes end at 65,535
+        squared_norms_kernel[(out.numel(),)](  # one axis, because the other axes are limited to 65,535
             a, b, starts, out, chunk, a.shape[1], b.shape[1], a.stride(0), b.stride(0),
             PRECISION="ieee" if a.dtype == torch.float32 else "tf32", B=tile.rows, BK=tile.depth,
             num_warps=tile.warps, num_stages=tile.stages,

@@ -1,6 +1,6 @@
-"""Splits float32 into the sum of two bfloat16 numbers, which keep 16 of its 24 bits.
+"""Splits float32 numbers into sums of two bfloat16 numbers, which keep 16 of the 24 bits.
 
-Tensor cores multiply such numbers and accumulate the products in float32.
+Tensor cores multiply bfloat16 numbers and accumulate the products in float32.
 """
 
 from __future__ import annotations

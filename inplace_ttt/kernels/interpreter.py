@@ -1,6 +1,7 @@
 """Patches for Triton's interpreter.
 
-Without them it cannot run these kernels, or rounds differently from a GPU, or takes 1.4 times as long.
+Without these patches the interpreter cannot run these kernels, or rounds differently from a GPU, or takes 1.4
+times as long.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ def mend() -> None:
     """Patches the interpreter in four places.
 
     1. Loops up to a kernel's argument work under numpy 2.4 and later (triton issue 9171).
-    2. Products of bfloat16 multiply values (issue 11584: the interpreter multiplied bit patterns).
-    3. Conversion to bfloat16 rounds to nearest instead of truncating.
-    4. The language module is prepared once per launch instead of at each call of a function.
+    2. Products of bfloat16 multiply values, and not bit patterns (triton issue 11584).
+    3. Conversion to bfloat16 rounds to nearest, and does not truncate.
+    4. The language module is prepared once per launch, and not at each call of a function.
     """
     from triton.runtime import interpreter
 

@@ -75,7 +75,7 @@ def fast_weight_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns the gradients of z, v, weight and initial_state.
 
-    The last two are empty if there is nothing to return.
+    The gradient of weight is empty unless `needs_weight`. That of initial_state is empty if there is none.
     """
     with on_device_of(z):
         given = operands_of(z, v, weight, initial_state, tau, spans, chunk_size, eta, return_state)

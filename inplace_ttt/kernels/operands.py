@@ -1,4 +1,7 @@
-"""Code shared by forward and backward: a call's flat inputs, its plan, and the memory of its slots."""
+"""Code shared by forward and backward: a call's flat inputs, its plan, and the memory of its slots.
+
+A slot is a matrix [d, h] that one chunk reads or is written with (`walk`).
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,11 @@ from .support import multiprocessors
 from .walk import walk
 
 SLOTS_BYTES = 1 << 30
-"""Extra memory of a call for slots, in bytes. More memory means larger groups of chunks, with fewer launches
-and fewer round trips of the sum."""
+"""Extra memory of a call for slots, in bytes.
+
+With more memory, groups of chunks are larger. There are then fewer launches, and the running sum passes
+through memory less often.
+"""
 
 _READING_TILE = (128, 256)
 _WALKING_TILE = 128 * 256
@@ -58,7 +64,7 @@ class Operands:
         return torch.empty(count, *self.shape, dtype=self.z.dtype, device=self.z.device) if count else None
 
     def limits(self) -> tuple[int, int, torch.device]:
-        """Returns the slots per group, the parts of a launch that walk concurrently, and the device."""
+        """Returns the slots per group, the number of concurrent parts of a launch, and the device."""
         programs, (d, h) = multiprocessors(self.z.device), self.shape
         slots = max(sum(document.chunks for document in self.plan.documents), 1)
         room = _room(slots, SLOTS_BYTES // (d * h * self.z.itemsize), self.plan.chunk, d, h, programs)
@@ -68,7 +74,7 @@ class Operands:
         """Yields groups of the matrices that chunks read, W0 + ηS_i or ηS_i.
 
         Args:
-            final: [B, d, h], receives S after each row's last write; or None.
+            final: Receives S [B, d, h] after each row's last write; or None.
 
         Yields:
             The slots [n, d, h], and the chunks that use them. The next group overwrites the slots.
@@ -89,7 +95,7 @@ class Operands:
                 yield slots, launch.runs
 
     def read_plain(self, rows: Tensor, matrix: Tensor | None, out: Tensor) -> None:
-        """Sets out = rows · matrix for the tokens whose product with W0 no walk computes; zero without W0."""
+        """Sets out = rows · matrix for the tokens whose product with W0 no walk computes, or 0 without W0."""
         if matrix is None:
             out.zero_()
         else:
@@ -107,7 +113,7 @@ def operands_of(
     eta: float,
     hands_on: bool,
 ) -> Operands:
-    """Returns the flat operands of a call; arguments as in `library.fast_weight`."""
+    """Returns the flat operands of a call. The arguments are those of `library.fast_weight`."""
     # The clip's gradient is implemented for walks alone. In float16 a score, a sum over h, may overflow.
     longest = dual.longest(v.shape[-1], z.shape[-1]) if tau is None and z.dtype != torch.float16 else 0
     plan = plan_of(spans, z.shape[0], z.shape[1], chunk, longest, start is not None, hands_on)
@@ -121,8 +127,8 @@ def operands_of(
 def _room(slots: int, fit: int, chunk: int, d: int, h: int, programs: int) -> int:
     """Returns the number of slots per group.
 
-    If all slots do not fit, it tries the sizes between half the limit and the limit. It chooses the size
-    whose products leave the least of the GPU idle; if several do, the largest.
+    If not all slots fit, it compares the sizes between half the limit and the limit. It chooses the size
+    whose products leave the smallest part of the GPU idle, and among equals the largest.
     """
     fit = max(fit, 1)
     if slots <= fit:

@@ -1,13 +1,13 @@
-"""Forward and backward of the op: walks compute matrices, products read them, group by group.
+"""Forward and backward of the op. Walks compute matrices, and products read these matrices, group by group.
 
-O_i = Z_i E_iᵀ with E_i = W0 + ηS_i. In the backward, let R_j be the gradient of S_{j+1} that reaches a
-chunk's write:
+The forward is O_i = Z_i E_iᵀ with E_i = W0 + ηS_i. In the backward, let R_j be the gradient of S_{j+1}, which
+is also the gradient of chunk j's write:
 
     dZ_i = dO_i E_i + c_i V_i R_i      dV_i = c_i Z_i R_iᵀ
     R_j = η Σ_{i>j} dO_iᵀZ_i + dS      dW0 = Σ_i dO_iᵀZ_i
 
-The backward repeats the walk over S, and walks over R from the last chunk to the first; dW0 is the final
-value of the latter's sum. Short documents use the dual form beside a product with W0 alone.
+The backward repeats the walk over S. A second walk, from the last chunk to the first, computes R. Its final
+sum is dW0. Short documents use the dual form, in addition to a product with W0 alone.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Returns the gradients of z and v [N, …], of W0 and of the start states; d_out [N, d].
 
-    W0's gradient is [d, h] float32, None unless needed. The start states' is [B, d, h], None without a start
-    state.
+    W0's gradient is [d, h] float32, or None if it is not needed. The gradient of the start states is [B, d,
+    h], or None without a start state.
     """
     dz = torch.empty(given.z.shape, dtype=given.z.dtype, device=given.z.device)
     given.read_plain(d_out, given.weight, dz)
     for slots, runs in given.readers():
         multiply(d_out, slots, runs, dz)
-        del slots  # otherwise they stay allocated beside the slots of the backward walk
+        del slots  # frees their memory before the slots of the second walk are allocated
 
     dv = torch.zeros_like(given.v)
     d_weight, d_start = _through_writes(given, d_out, d_state, batch, needs_weight, dz, dv)
@@ -68,7 +68,7 @@ def _through_writes(
     dz: Tensor,
     dv: Tensor,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Fills dv and adds to dz through each write, using cR of one group at a time.
+    """Sets dv, and adds the part of each write to dz, from cR of one group at a time.
 
     Returns dW0, if needed, and the start states' gradients.
     """
@@ -96,7 +96,7 @@ def _through_writes(
 def _starts(given: Operands, begun: Tensor, d_state: Tensor | None) -> Tensor:
     """Returns the start states' gradients [B, d, h] from the sums over each row's first document.
 
-    In a row whose single document starts from the start state and ends in the last state, they include dS.
+    If a row's single document starts from the start state and ends in the last state, dS is included.
     """
     begun.mul_(given.eta)
     if d_state is not None:
@@ -107,9 +107,9 @@ def _starts(given: Operands, begun: Tensor, d_state: Tensor | None) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _undivided(plan: Plan, device: torch.device) -> tuple[tuple[bool, ...], Tensor]:
-    """Returns for each row whether its last state depends on its first, and the negation on the device.
+    """Returns True for each row whose last state depends on its first state, and the negation on the device.
 
-    The dependence runs through at most one document.
+    The dependence exists only if a single document connects both.
     """
     rows = {document.row for document in plan.documents if document.begins and document.ends}
     through = tuple(row in rows for row in range(plan.batch))

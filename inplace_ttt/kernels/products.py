@@ -1,10 +1,11 @@
-"""Many small products in one launch; each multiplies rows of a document or chunk by a matrix of its own.
+"""Many small products in one launch. Each product, called a problem, belongs to one document or chunk.
 
-    read      out[t] = rows[t] · M                        M of the problem
-    scores    out[i] = x[t_i] · y[t_j] over its tokens    [T, T] in rows of the longest
+    read      out[t] = rows[t] · M                      M is the problem's own matrix
+    scores    out[i, j] = x[t_i] · y[t_j]               over all pairs of the problem's tokens
     combine   out[t_i] = Σ_j scores[i, j] rows[t_j]
 
-Consecutive chunks of one document form a batched product. cuBLAS computes it faster if it fills the GPU.
+Consecutive chunks of one document form a batched product. cuBLAS computes a batched product faster if the
+product fills the GPU.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from .support import INTERPRETED, multiprocessors
 
 _CUBLAS_TILE = (128, 256)
 _WASTE = 1.25
-"""The largest ratio of the waves of cuBLAS products to the waves of one launch at which cuBLAS is used."""
+"""Largest ratio of waves, cuBLAS products over one launch, at which cuBLAS is used."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A tile of `side` rows and columns, `deep` deep, with its warps and pipeline stages."""
+    """A tile of `side` rows and columns and depth `deep`, with its warps and pipeline stages."""
 
     side: int
     deep: int
@@ -49,8 +50,9 @@ class Problems:
     """The products of one launch.
 
     Attributes:
-        tiles: [row tiles, 4] int32 on the device: first token; index of its matrix, or of its first row of
-            scores; number of tokens; index of the row tile.
+        tiles: [row tiles, 4] int32 on the device. The four numbers are the problem's first token, the index
+            of its matrix (or of its first row of scores), its number of tokens, and the index of the row
+            tile.
         longest: Tokens of the longest problem.
         total: Tokens of all problems.
     """
@@ -78,9 +80,9 @@ def products_kernel(
 ):  # fmt: skip
     """One program: a (B, B) tile of one problem. MODE: read 0, scores 1, combine 2.
 
-    REACH, the tokens that a row tile sums over: 0 all, 1 up to its own, 2 from its own on. EARLIER: a score
-    is kept only if the column's chunk comes before the row's chunk. MIRRORED: such scores plus their
-    transpose.
+    REACH sets the tokens that a row tile sums over: 0 all, 1 up to its own tokens, 2 from its own tokens on.
+    With EARLIER, a score is kept only if the column's chunk comes before the row's chunk. With MIRRORED, the
+    transpose of such scores is added.
     """
     columns_of = tl.cdiv(columns, B)
     entry = tiles + tl.program_id(0) // columns_of * 4
@@ -105,7 +107,7 @@ def products_kernel(
             first = i * B
         sums = tl.zeros((B, B), tl.float32)
         left_rows, left_last = length, last
-        if MODE == 2:  # scores are zero-padded to full vectors, in which they are loaded
+        if MODE == 2:  # scores are loaded as full vectors, for which they are padded with zeros
             left_last = tl.cdiv(last, 16) * 16
             if REACH == 2:
                 left_rows, left_last = tl.cdiv(length, 16) * 16, last
@@ -195,7 +197,7 @@ def _fills(runs: Sequence[Run], columns: int, programs: int) -> bool:
 
 
 def packed(spans: tuple[tuple[int, int], ...], like: Tensor) -> Problems:
-    """Returns problems of (first token, tokens) each, whose scores lie one after the other."""
+    """Returns the problems for spans of (first token, tokens), with their scores one after the other."""
     ends = itertools.accumulate((length for _, length in spans), initial=0)
     return problems(
         tuple((*span, first) for span, first in zip(spans, ends, strict=False)),
@@ -217,9 +219,9 @@ def scores(
         x: Rows [N, n].
         y: Rows [N, n].
         which: The problems.
-        kind: "all" computes every score. "earlier" sets scores to zero unless the column's chunk comes before
-            the row's, and leaves the entries beyond the row's own tile unset. "earlier and later" adds the
-            transpose.
+        kind: "all" computes every score. "earlier" computes a score only if the column's chunk comes before
+            the row's chunk. Other scores are zero, and entries beyond the row's own tile are not set.
+            "earlier and later" adds the transpose.
         chunk: Tokens per chunk.
         alpha: Factor of all scores.
         factors: A further factor per problem, if each problem is one chunk.

@@ -1,9 +1,9 @@
 """Divides a call's walk into launches, and builds the tables in which the kernels find their work.
 
-The slots of a call are filled in groups of as many as the memory limit allows. One launch fills a group, of
-any number of documents, and the products that read it run before the next launch overwrites it. A document
-that is split between groups continues from a sum in memory. The tables are copied to the device once per
-plan; the host does not wait for the device's other work.
+The slots of a call are filled in groups, each as large as the memory limit allows. One launch fills a group,
+which may include any number of documents. The products that read the group run before the next launch
+overwrites it. A document that is split between groups continues from a sum in memory. The tables are copied
+to the device once per plan. The host does not wait for the device's other work.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ from ..device_copies import on_device
 from .documents import Document, Plan
 
 FIELDS = 11
-"""Numbers per stretch: first token; document's end; steps; first slot; slots; index of the chunk that reads
-the first slot; index of the first factor; the sum that it starts from; the sum that it leaves (both numbered
-as in `Launch`); its base's row; 1 if its sum counts for W0's gradient, else 0."""
+"""Number of integers per stretch in the table.
+
+They are: the first token, the document's end, steps, first slot, number of slots, the index of the chunk that
+reads the first slot, the index of the first factor, the sum that the stretch starts from, the sum that it
+leaves (both numbered as in `Launch`), the row of its base, and 1 if its sum counts for W0's gradient, else 0.
+"""
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class Line:
         document: The document.
         number: Index of its first write in the call.
         slots: Slots to fill.
-        leads: True if the first slot is filled before any step; every other slot takes one step.
+        leads: True if the first slot is filled before any step. Every other slot needs one step.
         steps: Steps in all.
         keeps: True if the caller needs the sum after the last step.
     """
@@ -69,7 +72,7 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Run:
-    """`count` chunks of equal length, tokens start:stop, that use the slots from `slot` on."""
+    """`count` chunks of equal length, tokens start:stop, which use the slots from `slot` on."""
 
     start: int
     stop: int
@@ -81,8 +84,8 @@ class Run:
 class Launch:
     """The launch that fills one group.
 
-    The sums that a stretch starts from and leaves are numbered: below `batch` a row's own state, from there
-    on one of the `carries`.
+    The sums that a stretch starts from and leaves are numbered. A number below `batch` is that row's own
+    state, and a larger number is one of the `carries`.
 
     Attributes:
         table: [stretches, FIELDS] int32 on the device.
@@ -111,7 +114,7 @@ class Launch:
 def _reading(plan: Plan, hands_on: bool) -> Iterator[Line]:
     """Yields the lines of the matrices that chunks read.
 
-    hands_on: also those of the states after the last writes.
+    hands_on: True also yields the lines of the states after the last writes.
     """
     for document, number in zip(plan.documents, plan.written, strict=False):
         reads = document.chunks - document.read_from
@@ -129,7 +132,7 @@ def _writing(plan: Plan, needs_weight: bool) -> Iterator[Line]:
     W0's gradient also needs the tokens outside the walked documents.
     """
     for document, number in zip(plan.documents, plan.written, strict=False):
-        # without W0's gradient, the sum leaves out a first chunk that read W0 alone
+        # if W0's gradient is not needed, a first chunk that read W0 alone is left out of the sum
         steps = document.chunks - (0 if needs_weight or document.begins else min(1, document.chunks))
         if steps or document.writes or document.begins:
             yield Line(
@@ -181,7 +184,7 @@ def reads(plan: Plan, hands_on: bool, room: int, splits: int, device: torch.devi
 def writes(
     plan: Plan, needs_weight: bool, room: int, splits: int, device: torch.device
 ) -> tuple[Launch, ...]:
-    """Returns the launches that compute the gradients that reach the writes; limits as in `reads`."""
+    """Returns the launches that compute the gradients of the writes. The limits are those of `reads`."""
     return _launches(_writing(plan, needs_weight), True, plan.batch, room, splits, device)
 
 
@@ -192,7 +195,7 @@ def to_device(numbers: Sequence[int], device: torch.device) -> Tensor:
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "a CUDA graph is being captured, and the kernels have not yet run on these documents; run them "
+            "a CUDA graph is being captured, but the kernels have not yet run on these documents; run them "
             "once before the capture."
         )
     return on_device(torch.tensor(numbers, dtype=torch.int32), device)
@@ -243,9 +246,9 @@ class _Group:
     def number_sums(self, batch: int, carried: int, backward: bool) -> int:
         """Builds the rows of the table.
 
-        carried: the index of the carry that the previous group left, or -1. Returns the index of this group's
-        carry. Stretches of one launch run concurrently, so a carry is never written where another stretch
-        starts from it.
+        carried is the index of the carry that the previous group left, or -1. The method returns the index of
+        this group's carry. Stretches of one launch run concurrently. So a stretch never writes a carry that
+        another stretch of the launch starts from.
         """
         left = -1
         for stretch in self.stretches:

@@ -13,7 +13,7 @@ from torch import Tensor
 from . import interpreter
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
-"""True if Triton's interpreter runs the kernels, slowly, on any device; TRITON_INTERPRET=1 at import."""
+"""True if Triton's interpreter runs the kernels, slowly and on any device. TRITON_INTERPRET=1 sets it."""
 
 if INTERPRETED:
     interpreter.mend()
@@ -35,15 +35,14 @@ def unsupported(device: torch.device, dtype: torch.dtype) -> str | None:
         return f"they run on NVIDIA GPUs, not on {here} (TRITON_INTERPRET=1 runs them anywhere, slowly)"
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
-        return f"they need compute capability 8.0, {torch.cuda.get_device_name(device)} has {major}.{minor}"
+        return (
+            f"they need compute capability 8.0, but {torch.cuda.get_device_name(device)} has {major}.{minor}"
+        )
     return None
 
 
 def has_tensor_copies(device: torch.device) -> bool:
-    """Returns True if the device copies tiles by descriptor (Hopper's tensor memory accelerator).
-
-    Later GPUs have it too.
-    """
+    """Returns True if the device copies tiles by descriptor (tensor memory accelerator, from Hopper on)."""
     return INTERPRETED or torch.cuda.get_device_capability(device)[0] >= 9
 
 
@@ -51,7 +50,7 @@ def has_tensor_copies(device: torch.device) -> bool:
 def multiprocessors(device: torch.device) -> int:
     """Returns the number of programs with a large tile that run concurrently.
 
-    The interpreter counts as an H200: 132.
+    For the interpreter it is 132, the number of an H200.
     """
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
@@ -60,7 +59,7 @@ def multiprocessors(device: torch.device) -> int:
 def on_device_of(x: Tensor) -> Iterator[None]:
     """A context that launches kernels on x's device, also if another GPU is current, and disables autocast.
 
-    Products are then computed in the dtypes given.
+    Without autocast, products are computed in the dtypes of their operands.
     """
     with (
         torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext(),

@@ -1,4 +1,4 @@
-"""The candidate tile shapes, and the choice of one for a device and a problem."""
+"""The candidate tile shapes, and the choice of a tile for a device and a problem."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ T = TypeVar("T")
 class Tile:
     """The tile of a product.
 
-    parts: number of column parts in which the result is written. stages: of the pipeline of loads.
+    parts is the number of column parts in which the result is written. stages is the number of stages of the
+    pipeline of loads.
     """
 
     rows: int
@@ -33,11 +34,11 @@ class Tile:
     stages: int = 3
 
 
-# Hopper's tiles of 4 warps and 3 stages run as two programs per multiprocessor: one multiplies while the
+# On Hopper, two programs with tiles of 4 warps and 3 stages share a multiprocessor. One multiplies while the
 # other writes.
 _HOPPER = (Tile(128, 256, 64, 2, 8, 3), Tile(128, 128, 64, 4, 4, 3), Tile(64, 128, 64, 1, 4, 4))
 _HOPPER_TWO_SUMS = (Tile(128, 128, 64, 2, 8, 3), Tile(64, 128, 64, 2, 4, 3))
-# Ampere copies tiles by pointer, and the addresses need registers too.
+# Ampere copies tiles by pointer. The addresses need registers, so its tiles are smaller.
 _AMPERE = (Tile(128, 128, 32, 4, 8, 3), Tile(64, 128, 32, 4, 4, 3))
 _AMPERE_TWO_SUMS = (Tile(64, 128, 32, 4, 8, 3), Tile(64, 64, 32, 4, 4, 3))
 _SQUARE = (Tile(128, 128, 64, 1, 8, 3), Tile(64, 64, 64, 1, 4, 3))
@@ -52,14 +53,14 @@ def tiles(
     square: bool = False,
     by_pointer: bool = False,
 ) -> tuple[Tile, ...]:
-    """Returns the candidates; the first is the default.
+    """Returns the candidate tiles. The first is the default.
 
     Args:
         dtype: Dtype of the factors.
         capability: Compute capability; None for the interpreter.
-        two_sums: A program holds two float32 tiles.
-        square: Rows equal columns, and the tile is small enough for two.
-        by_pointer: Tiles are not copied by descriptor.
+        two_sums: True if a program holds two float32 tiles.
+        square: True for tiles with as many rows as columns, small enough for two per program.
+        by_pointer: True if tiles are not copied by descriptor.
     """
     if capability is None:
         return _INTERPRETER
@@ -95,10 +96,10 @@ def run_tuned(
     device: torch.device,
     restore: Callable[[], object] | None = None,
 ) -> T:
-    """Runs with the best tile for `key`; finds that tile first by timing, if `run` may be called repeatedly.
+    """Runs with the best tile for `key`. If `run` may be called repeatedly, timing finds that tile first.
 
-    Tiles of one depth add in the same order, so the choice does not change a result's bits. Deterministic
-    mode still uses the default.
+    Tiles of equal depth add in the same order, so the choice does not change a result's bits. Torch's
+    deterministic mode uses the default nevertheless.
 
     Args:
         key: Identifies the problem.
@@ -129,13 +130,13 @@ def _milliseconds(
 ) -> dict[Tile, float]:
     """Returns the median time of each candidate, infinite for one that exceeds the device's resources.
 
-    The candidates run in turn, so that a change of the GPU's clock affects all of them.
+    The candidates run in turn, so a change of the GPU's clock affects all of them.
     """
     times: dict[Tile, list[float]] = {tile: [] for tile in candidates}
     with torch.cuda.device(device):
         for tile in candidates:
             try:
-                run(tile)  # compiles
+                run(tile)  # the first run compiles
             except OutOfResources:
                 del times[tile]
         end = time.monotonic() + _WARM_UP_SECONDS

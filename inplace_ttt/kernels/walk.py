@@ -1,15 +1,15 @@
-"""The walk: a running sum of one product per chunk in registers, each intermediate value written once.
+"""The walk, a loop over chunks that keeps a running sum in registers and writes each intermediate value once.
 
 For A [N, d] and B [N, h], over the chunks j of one document:
 
     S_{j+1} = S_j + c_j A_jᵀ B_j           float32; one (d, h) tile per program, from first chunk to last
     slot_q  = base + scale · S_q           in the dtype of the inputs
 
-In the forward A is the targets and B the keys. S is the state, and a slot is the weight that a chunk reads.
-The backward walks from the last chunk to the first, and A is the outputs' gradient. S is the gradient of the
-state, and a slot is the gradient of a chunk's write, times the write's c_j. A delta never reaches memory, and
-S only where a walk stops. One launch walks a list of stretches of documents; each program computes the same
-tile of all of them, one after the other.
+In the forward, A is the targets and B the keys. S is the state, and a slot is the weight that a chunk reads.
+The backward walks from the last chunk to the first, and A is the gradient of the outputs. S is then the
+gradient of the state, and a slot is the gradient of a chunk's write, times the write's c_j. A delta A_jᵀB_j
+is never stored in memory. S is stored only where a walk stops. One launch walks a list of stretches, which
+are parts of documents. Each program computes the same tile of all stretches, one after the other.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The kernels of the walk over a running sum, held in registers, of one product per chunk.
+"""The kernels of the walk. They hold a running sum, of one product per chunk, in registers.
 
 `walk` launches them and documents the arguments.
 """
@@ -13,7 +13,7 @@ import triton.language as tl
 def _places(matrix, rows, columns, d, h):
     """Returns the offsets of entries in one of several matrices [d, h].
 
-    64 bits, because the product may exceed 2^31.
+    The offsets have 64 bits, because they may exceed 2^31.
     """
     return (matrix.to(tl.int64) * d + rows)[:, None] * h + columns[None, :]
 
@@ -34,10 +34,10 @@ def _threshold(number, row, column, BD: tl.constexpr, BH: tl.constexpr):
 
 @triton.jit
 def _dithered(x, threshold, DTYPE: tl.constexpr):
-    """Rounds float32 to the grid of DTYPE at random: stochastic rounding, which is right on average.
+    """Rounds float32 to DTYPE by stochastic rounding, which is exact on average.
 
-    A number is rounded up with the probability of the part that is cut off. Numbers on the grid, infinities
-    and NaN stay. float16 below its normal range is rounded to nearest.
+    A number is rounded up with a probability equal to the part that is cut off, in steps of DTYPE. Numbers of
+    DTYPE, infinities and NaN do not change. float16 below its normal range is rounded to nearest.
     """
     bits = x.to(tl.uint32, bitcast=True)
     if DTYPE.is_bf16():  # noqa: SIM108
@@ -52,7 +52,7 @@ def _base_part(
     base, base_row, row, column, d, h,
     HAS_BASE: tl.constexpr, BASE_BY_TILE: tl.constexpr, BD: tl.constexpr, BH: tl.constexpr
 ):  # fmt: skip
-    """Returns the base's (BD, BH) part in its own dtype; zero without a base, and for a negative base_row."""
+    """Returns the base's (BD, BH) part in its own dtype; zero without a base or for a negative base_row."""
     if not HAS_BASE:
         part = tl.zeros((BD, BH), tl.float32)
     elif BASE_BY_TILE:
@@ -91,9 +91,8 @@ def _put(
 ):  # fmt: skip
     """Writes base + scale · sums to a slot in column parts.
 
-    Only one part at a time needs registers and shared memory.
-
-    part: the base's first part, loaded before.
+    So only one part at a time needs registers and shared memory. `part` is the base's first part, which is
+    already loaded.
     """
     if PARTS == 1:
         _put_part(
@@ -141,7 +140,7 @@ def _tiles_by_pointer(
     real = k + deep < end
     a += (token + k) * a_stride
     b += (token + k) * b_stride
-    # loaded transposed, so that it is copied to shared memory unchanged
+    # the transposed load can be copied to shared memory unchanged
     a_tile = tl.load(
         a + (deep.to(tl.int64) * a_stride)[None, :] + rows[:, None],
         mask=(rows < d)[:, None] & real[None, :],
@@ -164,12 +163,12 @@ def walk_kernel(
     BY_TILE: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, FIELDS: tl.constexpr,
     BD: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One program: the (BD, BH) tile of S through the stretches of its split, one after the other.
+    """One program: a (BD, BH) tile of S for all stretches of its split, one after the other.
 
-    a, b and slots are descriptors if BY_TILE, base if BASE_BY_TILE. a_rows and b_rows are the same rows by
-    pointer. One flat loop over a stretch's complete chunks keeps the pipeline of loads full from one chunk to
-    the next. HAS_TAIL: a first chunk may be cut short by its document's end. The rows after it belong to
-    other documents, so a descriptor's bounds do not mask them.
+    a, b and slots are descriptors if BY_TILE is set, and base is one if BASE_BY_TILE is set. a_rows and
+    b_rows are the same rows by pointer. One flat loop over a stretch's complete chunks keeps the pipeline of
+    loads full from one chunk to the next. With HAS_TAIL, a first chunk may be shorter, because its document
+    ends. The rows after it belong to other documents, so a descriptor's bounds do not mask them.
     """
     tiles_d = tl.cdiv(d, BD)
     row, column = tl.program_id(0) % tiles_d * BD, tl.program_id(0) // tiles_d * BH
@@ -192,8 +191,8 @@ def walk_kernel(
             tl.load(entry + 10),
         )
 
-        # Addresses and masks depend on the values just loaded. If they were kept from one stretch to the
-        # next, they would take registers of the loop.
+        # Addresses and masks depend on values loaded here, per stretch. If the compiler kept them from one
+        # stretch to the next, they would occupy registers of the loop.
         before = tl.where(source < held, start, carry)
         at = _places(tl.where(source < held, source, source - held), rows, columns, d, h)
         sums = tl.load(
@@ -263,7 +262,7 @@ def walk_kernel(
                     c = 1.0
                     if CLIPPED and BACKWARD:
                         c = tl.load(factors + factor - done)
-                    # loaded while the tensor cores still compute the chunk's last product
+                    # this load overlaps with the chunk's last product on the tensor cores
                     part = _base_part(
                         base, base_row, row, column, d, h, HAS_BASE, BASE_BY_TILE, BD, BH // PARTS
                     )

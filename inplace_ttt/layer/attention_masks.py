@@ -1,4 +1,4 @@
-"""Finds documents and padding in an attention mask between tokens."""
+"""Finds documents and padding in an attention mask of tokens by tokens."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def seen_tokens(mask: Tensor, past: int, length: int) -> Tensor:
 
     Args:
         mask: attention mask [b, H, T, K], bool, integer, or additive in a floating dtype. The K columns are
-            the cached tokens, then the T new ones. A static cache has further columns behind these. The mask
-            of a sliding cache has fewer columns, and ends with the new tokens.
+            the cached tokens, then the T new tokens. With a static cache, further columns follow. With a
+            sliding cache there are fewer columns, and the last ones are the new tokens.
         past: number of tokens in the cache.
         length: T.
 
@@ -48,7 +48,7 @@ def documents_seen(sees: Tensor) -> list[list[Span]]:
         InPlaceTTTError: if a token attends to a token of another document.
     """
     everything = sees.all(-1)
-    # in a causal mask the last token attends to all, too
+    # in a causal mask the last token attends to every token, and may still be no padding
     everything[:, -1] &= everything[:, -2] if sees.shape[1] > 1 else False
     counts = sees & ~(everything & ~everything.all(-1, keepdim=True))[:, :, None]
     real = counts.any(1)
@@ -58,8 +58,8 @@ def documents_seen(sees: Tensor) -> list[list[Span]]:
     document = starts.cumsum(1)
     if bool((counts & (document[:, :, None] != document[:, None, :]) & real[:, :, None]).any()):
         raise InPlaceTTTError(
-            "the attention_mask lets tokens see past ones but not their own predecessor, so that its rows "
-            "are not documents; pass a 2-D mask, or position_ids for packed documents."
+            "the attention_mask lets tokens see past ones but not their own predecessor, so its rows are not "
+            "documents; pass a 2-D mask, or position_ids for packed documents."
         )
     return [_spans(*row) for row in zip(starts.tolist(), real.tolist(), strict=True)]
 

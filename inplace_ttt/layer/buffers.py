@@ -1,4 +1,4 @@
-"""Buffers of a stream for the rows of a batch: states, the maps that reads use, and open chunks."""
+"""Buffers of a stream for the rows of a batch: states, the maps for reads, and open chunks."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from ..rules import Rule
 
 
 class Reader(Protocol):
-    """The parts of a layer that reads of a state use."""
+    """The parts of a layer that a read of a state uses."""
 
     @property
     def eta(self) -> float: ...
     def readout(self, state: Tensor) -> Tensor:
-        """Returns `FastWeight.readout`. Used only if the row norms of W0 are kept."""
+        """Returns the result of `FastWeight.readout`. It is called only with `preserve_row_norms`."""
 
 
 class State:
     """The states of all rows [B, ·, r], and the maps [B, d, r] that reads multiply keys with.
 
-    A map has the dtype of the output. If reads use S itself in its own dtype, both are one tensor. Otherwise
-    a row's map is computed at the first read that needs it. If the row norms of W0 are kept, the layer
-    computes it.
+    A map has the dtype of the output. If reads use S itself, in the dtype of S, map and state are one tensor.
+    Otherwise a row's map is computed at the first read that needs it. With `preserve_row_norms`, the layer
+    computes the map.
 
     Args:
         value: the states.
@@ -113,9 +113,9 @@ class State:
             z: keys [B, T, r], or [1, T, r] for one row.
             layer: the layer that reads.
             row: the row to read; None for all.
-            whole: the keys are a whole chunk, so no other keys read these states. The ridge rule then solves
-                for T keys if these are fewer than the d outputs. This choice never depends on maps computed
-                before: a session that goes on from its file gives the same bits.
+            whole: the keys are a whole chunk, so no other keys read these states. If T < d, the ridge rule
+                then solves for the T keys and computes no map. This choice never depends on maps computed
+                before, so a session loaded from its file computes the same bits.
         """
         rows = range(len(self.value)) if row is None else range(row, row + 1)
         part, eta = slice(rows.start, rows.stop), layer.eta
@@ -135,7 +135,7 @@ class State:
             out += ((z.to(out.dtype) @ read.mT) * (eta * self._factor[part])).to(out.dtype)
 
     def _fresh(self, rows: Iterable[int], layer: Reader | None = None) -> Tensor:
-        """Returns the maps of all rows, after those of `rows` are brought up to date together."""
+        """Updates the maps of `rows` in one batch, and returns the maps of all rows."""
         assert self._read is not None
         if stale := sorted(self._stale.intersection(rows)):
             # a slice avoids a copy of the states

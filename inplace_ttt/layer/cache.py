@@ -1,8 +1,8 @@
 """Fast-weight streams on the layers of a transformers cache.
 
-transformers already calls reset, crop, reorder, repeat and select on every layer of a cache. So each stream
-is an attribute of the cache layer of its decoder layer. For that, the cache layer is replaced by an object of
-a subclass that shares all its attributes.
+transformers calls reset, crop, reorder, repeat and select on every layer of a cache. So each stream is an
+attribute of the cache layer of its decoder layer, and receives the same calls. For that, the cache layer is
+replaced by an object of a subclass, which shares all attributes of the original.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class CarriesFastWeight:
         self.fast_weight.reset()
 
     def crop(self, tokens_to_remove: int) -> None:
-        self.fast_weight.check_crop(abs(tokens_to_remove))  # either may raise, before anything is changed
+        # the check and the inherited crop may raise, before the stream is changed
+        self.fast_weight.check_crop(abs(tokens_to_remove))
         super().crop(tokens_to_remove)  # type: ignore[misc]
         self.fast_weight.crop(abs(tokens_to_remove))
 
@@ -101,12 +102,12 @@ def stream_of(cache: Any, layer: int, batch: int, config: InPlaceTTTConfig) -> F
     layers = getattr(cache, "layers", None)
     if layers is None or layer >= len(layers):
         raise InPlaceTTTError(
-            f"a {type(cache).__name__} lacks layer {layer} to keep the fast weight on; use a transformers "
-            "Cache."
+            f"a {type(cache).__name__} lacks layer {layer}, which would store the fast weight; use a "
+            "transformers Cache."
         )
     if not layers[layer].is_compileable and layers[layer].get_seq_length() != layers[0].get_seq_length():
         raise InPlaceTTTError(
-            "a refused crop has left this cache with layers of different lengths; start a new one, or crop "
+            "a refused crop has left this cache with layers of different lengths; start a new cache, or crop "
             "a fork."
         )
     if not isinstance(layers[layer], CarriesFastWeight):
@@ -133,7 +134,7 @@ def plain_class(layer: Any) -> type:
 
 
 def skip(cache: Any, layer: int) -> None:
-    """Records in a layer's stream that its cache received tokens which the stream did not."""
+    """Records in a layer's stream that its cache received tokens that the stream did not receive."""
     layers = getattr(cache, "layers", [])
     if layer < len(layers) and isinstance(layers[layer], CarriesFastWeight):
         layers[layer].fast_weight.skip()

@@ -42,7 +42,7 @@ class LayerSettings:
         layer: index of the decoder layer.
         config: the layer's config.
         eta: the layer's η.
-        observer: called before each read of whole documents with the layer, its keys, targets and gate, and
+        observer: called before each read of whole documents, with the layer, its keys, targets and gate, and
             the forward's context.
     """
 
@@ -58,7 +58,7 @@ class FastWeight(nn.Module):
     Attributes:
         ttt: the new parameters.
         fast: the layer's index and settings.
-        hooks: the hooks that give the layer the context of each forward.
+        hooks: the hooks that pass the context of each forward to the layer.
     """
 
     ttt: TargetGenerator  # a GradientTarget with `target: gradient`
@@ -122,12 +122,12 @@ class FastWeight(nn.Module):
         """
         if held := self.fast.config.wanting_whole_input:
             raise InPlaceTTTError(
-                f"tensor parallelism splits the down-projection's input, and {' and '.join(held)} would need "
-                "all of it; leave it out of the config, or split the model in another way."
+                f"tensor parallelism splits the down-projection's input, but {' and '.join(held)} would need "
+                "all of it; leave that out of the config, or split the model in another way."
             )
 
     def _source(self, call: LayerCall) -> Tensor:
-        """Returns the target source X [B, T, d]; unused embeddings with `target: gradient`."""
+        """Returns the target source X [B, T, d]. With `target: gradient` these are embeddings, not used."""
         if self.training and call.context.with_gradient and not torch.is_grad_enabled():
             raise InPlaceTTTError(
                 "gradient checkpointing with use_reentrant=True loses the gradient of the targets; enable "
@@ -139,7 +139,7 @@ class FastWeight(nn.Module):
         x = x.reshape(*call.context.shape, -1)
         if x.shape[-1] != (width := features(self)[1]):
             raise InPlaceTTTError(
-                f"the target {self.fast.config.target!r} has width {x.shape[-1]}, and layer "
+                f"the target {self.fast.config.target!r} has width {x.shape[-1]}, but layer "
                 f"{self.fast.layer}'s output has {width}, since "
                 "this family carries several streams side by side; choose the target 'hidden_states'."
             )
@@ -163,12 +163,16 @@ class FastWeight(nn.Module):
         return base + self._fast(self.keys(z), v.to(z.dtype), None, context).to(base.dtype)
 
     def _targets(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Returns the targets [B, T, d] of a forward of whole rows; loss gradients are in its context."""
+        """Returns the targets [B, T, d] of a forward of whole rows.
+
+        With `target: gradient` they are loss gradients, found in the context.
+        """
         if self.fast.config.target != "gradient":
             return self.ttt(x, context.part(self.chunk_size))
         if context.targets is None:
             raise InPlaceTTTError(
-                "something replaced the class of the base model, which finds the loss gradients; undo that."
+                "the class of the base model finds the loss gradients, but something replaced that class; "
+                "undo that."
             )
         return context.targets[self.fast.layer].to(x.dtype)
 
@@ -311,7 +315,7 @@ class FastWeight(nn.Module):
         self, z: Tensor, v: Tensor, layout: ChunkLayout, state: Tensor | None, *, reads: bool
     ) -> tuple[Tensor, Tensor]:
         """Does the same as `write`, from targets v [B, T, d] in place of a target source."""
-        known = state if reads else None  # the state is a sum: the old part can be added afterwards
+        known = state if reads else None  # the state is a sum, so the old part can be added afterwards
         read = {"layout": layout, "initial_state": known, "gate": self.gate(z), **self._settings()}
         out, after = fast_weight(z, v, None, return_state=True, **read)
         return out, after if state is None or state is known else state + after
@@ -340,7 +344,8 @@ _OF_PLAIN: dict[type, type[FastWeight]] = {nn.Linear: FastWeightLinear, Conv1D: 
 def _fast_class(plain: type) -> type[FastWeight]:
     """Returns the fast-weight class of a linear map's class.
 
-    A module can only change to a class with the same layout of instances. The first base class decides it.
+    A module can only change to a class with the same layout of instances. The first base class determines
+    that layout.
     """
     layout = type("Layout", (plain.__base__,), {})  # type: ignore[arg-type]
     return _OF_PLAIN.get(plain) or type(
@@ -360,8 +365,8 @@ def fast_weights(model: nn.Module) -> dict[int, FastWeight]:
         model: any model.
 
     Returns:
-        The down-projections by layer index, in order; empty without a conversion. Their submodule `ttt` holds
-        conv [d, 1, k] and proj, P [d, d].
+        The down-projections by layer index, in order; empty if the model is not converted. Their submodule
+        `ttt` has the parameters conv [d, 1, k] and proj, which is P [d, d].
 
     Examples:
         >>> from transformers import AutoModelForCausalLM, LlamaConfig
@@ -392,19 +397,19 @@ def check(parts: DecoderLayer) -> None:
     """Checks that a down-projection can become a fast weight, before any layer is changed.
 
     Raises:
-        InPlaceTTTError: if it is not a linear map, is offloaded, or its forward was replaced.
+        InPlaceTTTError: if the module is not a linear map, is offloaded, or its forward was replaced.
     """
     down = parts.down_proj
     features(down)
     if hasattr(down, "_hf_hook") and any(p.device.type == "meta" for p in down.parameters()):
         raise InPlaceTTTError(
-            f"{parts.down_proj_path} is offloaded, so that its new parameters would lack a device; convert "
-            "before offloading."
+            f"{parts.down_proj_path} is offloaded, so its new parameters would lack a device; convert before "
+            "offloading."
         )
     if "forward" in down.__dict__ and "_old_forward" not in down.__dict__:
         raise InPlaceTTTError(
-            f"something replaced the forward of {parts.down_proj_path}, which the fast weight would "
-            "bypass; undo that."
+            f"something replaced the forward of {parts.down_proj_path}, and the fast weight would bypass the "
+            "replacement; undo that."
         )
 
 
@@ -417,7 +422,7 @@ def install(
     std: float,
     seed: int,
 ) -> None:
-    """Makes a decoder layer's down-projection a fast weight, in place, and hooks its attention and MLP.
+    """Turns a decoder layer's down-projection into a fast weight, in place, and hooks its attention and MLP.
 
     Args:
         parts: the modules of the decoder layer.

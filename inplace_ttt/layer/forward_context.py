@@ -26,7 +26,7 @@ from .sequence_parallel import gather_rows
 def reading_text(forwards: float = inf) -> Iterator[None]:
     """Returns a context in which the next forwards read text.
 
-    Outside of it, a single token that is read into a filled cache counts as generated.
+    Outside this context, a single token that is read into a filled cache counts as generated.
 
     Args:
         forwards: number of forwards that read text.
@@ -40,7 +40,7 @@ class ForwardContext:
 
     Args:
         given: the forward's arguments: token ids or embeddings, masks, positions, the cache.
-        owner: the hooks that opened it.
+        owner: the hooks that opened this context.
         enabled: True if TTT is on.
         group: the ranks that share these rows, each with a part of the tokens.
         outer: the context of the forward around this one, if there is one.
@@ -82,12 +82,12 @@ class ForwardContext:
         """Stores the input of the first layer, [B, T, d].
 
         Raises:
-            InPlaceTTTError: if its rows and tokens differ from those of the forward.
+            InPlaceTTTError: if the rows and tokens of `embeddings` differ from those of the forward.
         """
         if self._rows is not None and embeddings.shape[:2] != self._rows:
             raise InPlaceTTTError(
-                f"{list(self._rows)} tokens enter the first layer as {list(embeddings.shape)}; the fast "
-                "weight needs hidden states [rows, tokens, width], which this family does not have."
+                f"{list(self._rows)} tokens enter the first layer as {list(embeddings.shape)}, but the fast "
+                "weight needs hidden states [rows, tokens, width]; this family is not supported."
             )
         self.embeddings = embeddings
 
@@ -95,12 +95,12 @@ class ForwardContext:
         """Returns the token ids and the positions of this forward, both [B, T].
 
         Raises:
-            InPlaceTTTError: if the forward was given embeddings alone.
+            InPlaceTTTError: if the forward received embeddings and no token ids.
         """
         if self.input_ids is None:
             raise InPlaceTTTError(
-                "target='gradient' learns to predict token ids, and this forward has embeddings alone; "
-                "pass input_ids."
+                "target='gradient' learns to predict token ids, but this forward has embeddings alone; pass "
+                "input_ids."
             )
         positions = self._positions()
         if positions is None:
@@ -111,7 +111,7 @@ class ForwardContext:
 
     @property
     def generated(self) -> bool:
-        """True if the token of this forward was generated: a single one, outside `reading_text`."""
+        """True if this forward reads a single generated token, outside `reading_text`."""
         return self.shape[1] == 1 and not self.is_text
 
     @property
@@ -124,13 +124,13 @@ class ForwardContext:
         """Returns the part of a 2-D mask over this forward's tokens, or None if it hides none of them."""
         if not self._has_2d_mask():
             return None
-        # attention, too, allows further columns
+        # further columns are allowed, as in attention
         mask = self.attention_mask[:, self.past : self.past + self.shape[1]]
         if mask.shape[1] < self.shape[1]:
             raise InPlaceTTTError(
                 f"attention_mask has {self.attention_mask.shape[1]} columns for {self.past} tokens in the "
                 "cache and "
-                f"{self.shape[1]} new ones; give it a column for each."
+                f"{self.shape[1]} new ones; pass one column per token."
             )
         return None if bool(mask.all()) else mask
 
@@ -143,13 +143,13 @@ class ForwardContext:
         if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[-1] < self.shape[1]:
             what = f"is {list(mask.shape)}" if isinstance(mask, Tensor) else f"is a {type(mask).__name__}"
             raise InPlaceTTTError(
-                f"attention_mask {what}, which does not show the padding to TTT; pass a 2-D mask [B, T], "
-                "or none."
+                f"attention_mask {what}, which does not show the padding to TTT; pass a 2-D mask [B, T], or "
+                "none."
             )
         return seen_tokens(mask, self.past, self.shape[1])
 
     def _one_mask(self) -> Any:
-        """Returns the mask. If there is one per kind of layer, returns that of full attention."""
+        """Returns the mask. If there is one mask per kind of layer, it returns that of full attention."""
         mask = self.attention_mask
         return (
             mask.get("full_attention", next(iter(mask.values()), None)) if isinstance(mask, Mapping) else mask
@@ -165,8 +165,8 @@ class ForwardContext:
     def _positions(self) -> Tensor | None:
         """Returns the positions in the text [B, T], if given.
 
-        Models for images have several kinds of positions. The first of four is the position in the text;
-        three do not include it.
+        Models for images have several kinds of positions. If there are four, the first is the position in the
+        text. If there are three, the position in the text is not included.
         """
         positions = self.position_ids
         if positions is not None and positions.dim() == 3:
@@ -176,9 +176,10 @@ class ForwardContext:
     def layout(self, chunk_size: int) -> ChunkLayout:
         """Returns the documents of a forward without a cache, and their chunks.
 
-        The documents are those of `cu_seq_lens`, else of the padding mask, else of `position_ids`, else whole
-        rows. As in transformers, positions mark packed documents only without an attention mask. If ranks
-        share the rows, the layout is that of whole rows.
+        The documents come from the first of these that is given: `cu_seq_lens`, the padding mask,
+        `position_ids`. Without any of them, each row is one document. As in transformers, positions mark
+        packed documents only without an attention mask. If ranks share the rows, the layout is that of whole
+        rows.
 
         Args:
             chunk_size: tokens per chunk.
@@ -187,7 +188,8 @@ class ForwardContext:
             InPlaceTTTError: if the arguments contradict each other, or do not show the documents.
         """
         if torch.compiler.is_compiling() and self.group is None:
-            return cast(ChunkLayout, self._traced(chunk_size))  # has the attributes that tracing uses
+            # a `TracedLayout` has all attributes that tracing uses
+            return cast(ChunkLayout, self._traced(chunk_size))
         if chunk_size not in self._layouts:
             self._layouts[chunk_size] = (
                 self._layout(chunk_size)
@@ -201,7 +203,7 @@ class ForwardContext:
         return TracedLayout(spans, *self.shape, chunk_size)
 
     def part(self, chunk_size: int) -> ChunkLayout:
-        """Returns the layout of this rank's tokens; without `group`, that of whole rows."""
+        """Returns the layout of this rank's tokens, or of whole rows if no ranks share them."""
         layout, group = self.layout(chunk_size), self.group
         if group is None:
             return layout
@@ -280,17 +282,17 @@ class ForwardContext:
         batch, length = self.shape
         if batch != 1:
             raise InPlaceTTTError(
-                f"cu_seq_lens describe one packed row, the batch has {batch}; flatten it to one row."
+                f"cu_seq_lens describe one packed row, but the batch has {batch}; flatten it to one row."
             )
         if self._has_2d_mask() or self._seen() is not None:
             raise InPlaceTTTError(
-                "cu_seq_lens are given with attention_mask, under which attention sees one document; drop "
+                "cu_seq_lens are given with attention_mask, and attention then sees one document; drop "
                 "attention_mask."
             )
         if positions is None:
             raise InPlaceTTTError(
-                "cu_seq_lens are given without position_ids, which attention needs to see the documents; "
-                "pass both."
+                "cu_seq_lens are given without position_ids, but attention needs these to find the "
+                "documents; pass both."
             )
         layout = ChunkLayout.from_cu_seqlens(cu_seqlens, chunk_size, length)
         if ChunkLayout.from_position_ids(positions, chunk_size).documents != layout.documents:

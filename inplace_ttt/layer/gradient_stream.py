@@ -1,8 +1,8 @@
 """The stream of a layer with `target: gradient`. A chunk is written after the forward that completes it.
 
-The gradient needs the whole chunk, the layers above and the head. So a forward only reads, and counts tokens.
-`inplace_ttt.gradient_reading` then runs the complete chunk with gradients, and gives each layer its targets.
-A chunk that came in several pieces is run once more for that.
+The gradient needs the whole chunk, the layers above and the head. So the forward itself only reads and counts
+tokens. `inplace_ttt.gradient_reading` then runs the complete chunk with gradients, and computes each layer's
+targets. If a chunk was read in several pieces, it runs once more for the gradients.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Tape:
 
     Attributes:
         keys: keys [B, C, r] by layer.
-        probes: zeros [B, C, d] by layer, added to the layer's output, so that their gradient is the output's.
-            After the backward the layer's targets V take their place.
+        probes: zeros [B, C, d] by layer, added to the layer's output. Their gradient is the gradient at that
+            output. After the backward, the layer's targets V replace them.
     """
 
     keys: dict[int, Tensor] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class GradientStream(FastWeightStream):
     ) -> Tensor:
         """Adds the reads to `out`, and the tokens to the open chunks.
 
-        With a tape the tokens are not added: the forward runs a complete chunk for its gradients.
+        With a tape, the forward runs a complete chunk for its gradients, and no tokens are added.
 
         Args:
             out: outputs without fast weights [B, T, d].
@@ -78,14 +78,14 @@ class GradientStream(FastWeightStream):
             The outputs [B, T, d].
         """
         self.check_holds_state()
-        self._thaw()  # autograd saves no tensor of inference mode
+        self._thaw()  # autograd cannot save tensors made in inference mode
         if self.tape is not None:
-            out = out.clone()  # some quantized layers return a view, which autograd does not let change
+            out = out.clone()  # some quantized layers return a view that autograd forbids to change in place
             self._read(out, z, layer, whole=z.shape[1] == self.chunk_size)
             return self.tape.record(index, z, out)
         if len(spans) != self.batch:
             raise InPlaceTTTError(
-                f"the cache holds {self.batch} sequences, the batch has {len(spans)}; start a new cache."
+                f"the cache holds {self.batch} sequences, but the batch has {len(spans)}; start a new cache."
             )
         with torch.no_grad():
             self._read(out, z, layer)
@@ -93,7 +93,7 @@ class GradientStream(FastWeightStream):
         return out
 
     def count(self, ids: Tensor, positions: Tensor, spans: list[Span]) -> None:
-        """Adds tokens to the open chunks, none beyond their end.
+        """Adds tokens to the open chunks, but never beyond the end of a chunk.
 
         Args:
             ids: token ids [B, T].
@@ -162,7 +162,7 @@ class GradientStream(FastWeightStream):
 
         Args:
             rows: the rows.
-            before: their states [n, ·, r] before these steps; None for zero.
+            before: the states [n, ·, r] of these rows before the steps; None for zero.
         """
         for place, row in enumerate(rows):
             held = self.rows[row]

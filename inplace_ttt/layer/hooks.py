@@ -7,9 +7,9 @@
     down-proj. i    claims the call, once.
     base model      checks that every TTT layer has run.
 
-The context is passed with the arguments. So a recomputation by gradient checkpointing gets the context of its
-own forward, also after later forwards. The open context and the unclaimed call belong to the thread that runs
-the forward.
+The context is passed with the arguments. So a recomputation by gradient checkpointing receives the context of
+its own forward, even if other forwards ran since. The open context and the unclaimed call belong to the
+thread that runs the forward.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _KEY = "inplace_ttt_context"
 
 @dataclass
 class LayerCall:
-    """The arguments of a TTT layer's one call in a forward.
+    """The arguments of a TTT layer's single call in a forward.
 
     Attributes:
         layer: the hooks of the layer.
@@ -69,7 +69,7 @@ def switching(models: Iterable[ModelHooks], enabled: bool) -> Iterator[None]:
 def sharing(models: Iterable[ModelHooks], group: ProcessGroup | None) -> Iterator[None]:
     """Returns a context in which the ranks of `group` share the rows of these models' forwards.
 
-    It holds for the current thread. With None, no ranks share rows.
+    It applies to the current thread. With None, no ranks share rows.
     """
     with overriding([this_thread()], groups={**this_thread().groups, **dict.fromkeys(models, group)}):
         yield
@@ -78,7 +78,7 @@ def sharing(models: Iterable[ModelHooks], group: ProcessGroup | None) -> Iterato
 class ModelHooks:
     """The hooks of one converted model.
 
-    They are methods of one object, so that a deep copy of the model has hooks of its own.
+    They are methods of one object, so a deep copy of the model has its own hooks.
 
     Args:
         base: the base model.
@@ -156,13 +156,16 @@ class ModelHooks:
     def take_embeddings(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Stores the embeddings before the first decoder layer's forward.
 
-        A recomputation finds the embeddings in its context.
+        A recomputation finds the embeddings already in its context.
         """
         if self.current is not None:
             self.current.take_embeddings(args[0] if args else kwargs["hidden_states"])
 
     def context_for(self, attention: nn.Module, kwargs: dict[str, Any]) -> ForwardContext | None:
-        """Removes the context from the attention's arguments and returns it; else returns the open one."""
+        """Removes the context from the attention's arguments and returns it.
+
+        If the arguments lack a context, it returns the open one.
+        """
         context = kwargs.pop(_KEY, None) or self.current
         if context is None and torch.is_grad_enabled() and attention.training:
             raise InPlaceTTTError(
@@ -173,16 +176,16 @@ class ModelHooks:
         return context
 
     def discard(self, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Removes the context from the arguments of an attention without TTT, which would not accept it."""
+        """Removes the context from the arguments of an attention without TTT, which may not accept it."""
         kwargs.pop(_KEY, None)
         return args, kwargs
 
     def close(self, base: PreTrainedModel, args: Any, output: Any) -> None:
-        """Closes the context after the base model's forward, also after one that failed.
+        """Closes the context after the base model's forward, also if the forward failed.
 
         Raises:
-            InPlaceTTTError: if a TTT layer did not run. An early exit lowers `num_hidden_layers`, and the
-                layers after it need not run.
+            InPlaceTTTError: if a TTT layer did not run. With an early exit, which lowers `num_hidden_layers`,
+                the layers beyond need not run.
         """
         context = self.current
         if context is None:
@@ -204,8 +207,8 @@ class ModelHooks:
 def _around() -> ForwardContext | None:
     """Returns the context of the forward around the new one, if there is one.
 
-    After a KeyboardInterrupt torch calls no hook, so that contexts stay open. They are dropped here: the
-    stack has fewer calls than there are open contexts.
+    After a KeyboardInterrupt torch calls no hook, so contexts stay open. There are then more open contexts
+    than calls on the stack. This function drops the surplus contexts.
     """
     contexts, context = [], this_thread().open
     if context is None or torch.compiler.is_compiling():
@@ -261,7 +264,7 @@ class LayerHooks:
         return args, kwargs
 
     def take_mlp_input(self, mlp: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Stores the MLP's input before its forward: the source of the `hidden_states` target."""
+        """Stores the MLP's input before its forward. It is the source of the target `hidden_states`."""
         call = this_thread().armed
         if call is not None and call.layer is self:
             call.mlp_input = args[0] if args else kwargs["hidden_states"]
@@ -273,13 +276,14 @@ class LayerHooks:
         return call is not None and call.cache is not None
 
     def claim(self, z: Tensor) -> LayerCall | None:
-        """Returns the layer's call, once, or None if TTT is off.
+        """Returns the layer's call, and removes it; returns None if TTT is off.
 
         Args:
             z: the down-projection's input [B, T, h] or [B T, h].
 
         Raises:
-            InPlaceTTTError: if the layer runs outside a forward, several times in it, or on part of its rows.
+            InPlaceTTTError: if the layer runs outside a forward, several times in a forward, or on a part of
+                its rows.
         """
         call = this_thread().armed
         if call is not None and call.layer is not self:
@@ -301,7 +305,7 @@ class LayerHooks:
                 "the MLP is tiled or flattened, or the sequence is split across devices; TTT needs whole "
                 "sequences."
             )
-        # a recomputation runs after the forward
+        # a recomputation runs after the forward has closed its context, and is allowed
         if self.index in call.context.called and call.context is self.model.current:
             raise InPlaceTTTError(
                 f"layer {self.index} runs several times in one forward, as in a model that loops over "

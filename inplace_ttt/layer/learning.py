@@ -16,8 +16,8 @@ logger = logging.getLogger(__name__)
 def warn_if_nothing_learns(model: nn.Module) -> None:
     """Warns if the model is trained, every target generator is frozen, and every convolution is zero.
 
-    The writes are then zero and stay zero. LoRA on "all linear layers" has this effect: PEFT freezes conv and
-    P with the rest of the base.
+    The writes are then zero, and no step changes that. LoRA on "all linear layers" has this effect, since
+    PEFT freezes conv and P with the rest of the base.
     """
     generators = [module for module in model.modules() if isinstance(module, TargetGenerator)]
     own = [parameter for generator in generators for parameter in generator.parameters()]

@@ -13,7 +13,7 @@ from torch import nn
 
 @contextmanager
 def overriding(owners: Iterable[Any], **values: Any) -> Iterator[None]:
-    """Sets attributes of all owners inside the context, and restores their own values at its end.
+    """Sets attributes of all owners inside the context, and restores the old values at its end.
 
     Args:
         owners: any objects.

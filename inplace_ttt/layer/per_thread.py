@@ -1,4 +1,4 @@
-"""Values that belong to the thread that runs a forward, as torch's own modes do."""
+"""Values that belong to the thread that runs a forward. torch's own modes are also per thread."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ class UnderWay:
     Attributes:
         open: the `ForwardContext` of a converted model's forward.
         armed: the `LayerCall` of the TTT layer whose attention has begun and whose down-projection has not.
-        switched: for models whose TTT was turned on or off, by `ModelHooks`: True if it is on.
-        groups: the ranks that share a model's rows, by `ModelHooks`.
-        text_forwards: number of the next forwards that read text, see `reading_text`.
+        switched: dict from `ModelHooks` to True if the model's TTT was turned on, False if it was turned off.
+        groups: dict from `ModelHooks` to the ranks that share the model's rows.
+        text_forwards: number of following forwards that read text (`reading_text`).
         targets: targets [B, T, d] of the next forward, by layer.
     """
 
-    # all attributes exist from the start: a compiled graph is valid for objects with the same attributes
+    # all attributes exist from the start, because a compiled graph requires that the attributes stay the same
     def __init__(self) -> None:
         self.open: Any = None
         self.armed: Any = None
@@ -31,8 +31,8 @@ class UnderWay:
 
 class _PerThread(threading.local):
     def __init__(self) -> None:
-        # a compiled graph's changes to an object that the thread holds persist; its changes to attributes of
-        # the thread-local itself are lost
+        # A compiled graph can change an object that the thread-local holds. Its changes to attributes of the
+        # thread-local itself would be lost.
         self.under_way = UnderWay()
 
 

@@ -1,4 +1,4 @@
-"""The inference of TTT-NTP: a layer keeps the end of the prompt, and writes it once by ridge regression."""
+"""The inference of TTT-NTP. A layer keeps the end of the prompt, and writes it once by ridge regression."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ def ridge_write(keys: Tensor, values: Tensor, w0: Tensor, settings: PromptWrite)
 
 
 _KEPT = SumRule(preserve_row_norms=True)
-"""A rule under which `State` reads through `_Reads.readout`, also if row norms are not kept."""
+"""A rule with which `State` calls `_Reads.readout`, with or without `preserve_row_norms`."""
 
 
 class _Reads:
-    """The reader of W0 + D for `State`. D is the state, with η' included."""
+    """The reader of W0 + D for `State`. D is the state η' ΔW."""
 
     eta = 1.0
 
@@ -83,7 +83,7 @@ class _Reads:
 class _End:
     """The last rows of Z [n, h] and X [n, d] of one sequence.
 
-    It holds at least `room` of them, if there are so many, and less than twice `room`.
+    It holds the last `room` rows, or all rows if there are fewer. It never holds 2 `room` rows.
     """
 
     def __init__(self, room: int) -> None:
@@ -119,8 +119,8 @@ class _End:
 class PromptStream(FastWeightStream):
     """The stream of a layer with `prompt_write`.
 
-    It keeps the end of each sequence's prompt until the prompt is written, and every token reads W0. After
-    the write it keeps the state, η' ΔW [B, d, h].
+    Until the prompt is written, the stream keeps the end of each sequence's prompt, and every token reads W0.
+    After the write it keeps the state η' ΔW [B, d, h].
 
     Args:
         batch: B, number of sequences.
@@ -157,7 +157,7 @@ class PromptStream(FastWeightStream):
     def advance(
         self, out: Tensor, z: Tensor, x: Tensor, spans: list[Span], layer: Any, *, generated: bool = False
     ) -> Tensor:
-        """Adds the reads to `out` in place. Before the write, keeps the end of the new tokens.
+        """Adds the reads to `out` in place. Before the write, it also keeps the end of the new tokens.
 
         Args:
             out: outputs without fast weights [B, T, d].
@@ -176,7 +176,7 @@ class PromptStream(FastWeightStream):
         """
         if len(spans) != self.batch:
             raise InPlaceTTTError(
-                f"the cache holds {self.batch} sequences, the batch has {len(spans)}; start a new cache."
+                f"the cache holds {self.batch} sequences, but the batch has {len(spans)}; start a new cache."
             )
         self.check_holds_state()
         if self._state is not None:
@@ -201,13 +201,13 @@ class PromptStream(FastWeightStream):
         self.check_holds_state()
         if self.is_written:
             raise InPlaceTTTError(
-                "this session's prompt is written already; fork the session before its end, or start a new "
-                "one."
+                "this session's prompt is written already; fork a session before its prompt ends, or start a "
+                "new session."
             )
         if self._has_gap:
             raise InPlaceTTTError(
-                "part of the prompt was read with TTT off, so that some of its pairs are missing; read it "
-                "anew with TTT on."
+                "part of the prompt was read with TTT off, so some of its pairs are missing; read it again "
+                "with TTT on."
             )
         w0 = layer.base_weight()
         accurate = state_dtype(w0.dtype)
@@ -219,7 +219,7 @@ class PromptStream(FastWeightStream):
                 with without_autocast(w0.device):
                     total[row] = ridge_write(z[:-1], source @ proj, w0, self.settings)
             end.__init__(end.room)  # type: ignore[misc]
-            self.since[row] = 1  # the last token may be cropped, to be read again
+            self.since[row] = 1  # the caller crops the last token and reads it again
         self._state = State(total, _KEPT)
         self.is_written = True
 
@@ -252,8 +252,8 @@ class PromptStream(FastWeightStream):
             n = min(tokens, seen)
             if self.is_written and n > since:
                 raise InPlaceTTTError(
-                    f"the last {n} tokens reach into the prompt, which is written for good; fork the "
-                    "session before its end."
+                    f"the last {n} tokens reach into the prompt, whose write cannot be undone; fork the "
+                    "session before its prompt ends."
                 )
             if not self.is_written and end.held - n < min(end.room, seen - n):
                 raise InPlaceTTTError(
@@ -277,8 +277,8 @@ class PromptStream(FastWeightStream):
         self.check_holds_state()
         if self.state is None:
             raise InPlaceTTTError(
-                "this session's prompt is not written yet, and its end is not saved; write it first "
-                "(state.write_prompt)."
+                "this session's prompt is not written yet, and a file cannot hold an unwritten prompt; write "
+                "it first (session.write_prompt)."
             )
         return {
             "counts": torch.tensor([[0] * self.batch, [0] * self.batch, self.seen]),
@@ -298,7 +298,8 @@ class PromptStream(FastWeightStream):
 def stream_class(config: InPlaceTTTConfig) -> type[FastWeightStream]:
     """Returns the class of streams for a config.
 
-    The write is per chunk, per chunk by loss gradients, or once at a prompt's end.
+    There is one class each for a write per chunk, for a write per chunk with gradient targets, and for one
+    write at a prompt's end.
     """
     if config.target == "gradient":
         return GradientStream

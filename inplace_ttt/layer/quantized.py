@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def parameter_dtype(weight: torch.dtype) -> torch.dtype:
-    """Returns the dtype of new parameters beside a weight.
+    """Returns the dtype of the new parameters of a layer with this weight.
 
     Args:
         weight: the weight's dtype.
@@ -25,7 +25,7 @@ def parameter_dtype(weight: torch.dtype) -> torch.dtype:
 def is_encoded(weight: Tensor) -> bool:
     """Returns True for a weight with a floating dtype that is stored in another format.
 
-    Weights of torchao and quanto are such tensor subclasses. They support few operations.
+    The tensor subclasses of torchao and quanto are such weights. They support few operations.
     """
     return is_traceable_wrapper_subclass(weight) and not isinstance(weight, DTensor)
 
@@ -33,7 +33,7 @@ def is_encoded(weight: Tensor) -> bool:
 def readable_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Returns the names and values of the parameters that are not quantized.
 
-    Quantized ones are left out, since their packing may change while the model runs.
+    Quantized parameters are left out, since their packing may change while the model runs.
     """
     return ((name, p) for name, p in module.named_parameters() if p.is_floating_point() and not is_encoded(p))
 

@@ -28,7 +28,7 @@ def ulysses_group() -> ProcessGroup | None:
         sys.modules.get(_TORCH), "_replaced_functions", ()
     ):
         raise InPlaceTTTError(
-            "torch's context parallelism gives a rank pieces from both ends of a sequence, and the fast "
+            "torch's context parallelism gives a rank pieces from both ends of a sequence, but the fast "
             "weight needs one contiguous part; use DeepSpeed's sequence parallelism (sp_backend='deepspeed')."
         )
     group = getattr(sys.modules.get(_ULYSSES), "_SEQUENCE_PARALLEL_GROUP", None)

@@ -1,4 +1,4 @@
-"""One layer's fast weight, read in pieces: prefill, chunked prefill and decoding are one function."""
+"""One layer's fast weight, read in pieces. One function serves prefill, chunked prefill and decoding."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from ..rules import PAPER_RULE, Rule
 from .buffers import OpenChunks, Reader, State
 
 _UNDO_REACH = 128
-"""Tokens after which a written chunk can no longer be cropped, unless one forward read them all."""
+"""Number of later tokens from which a written chunk can no longer be cropped.
+
+The limit does not apply while one forward reads all these tokens.
+"""
 
 
 class StreamedLayer(Reader, Protocol):
@@ -31,7 +34,7 @@ class StreamedLayer(Reader, Protocol):
 
 @dataclass
 class _Undo:
-    """A row's state before the last write, and the Z and X (or ids and positions) of the chunk written."""
+    """A row's state before its last write, and the Z and X (or ids and positions) of the chunk written."""
 
     state: Tensor | None
     z: Tensor
@@ -56,7 +59,7 @@ class _Row:
 
 
 class FastWeightStream:
-    """The stream of one layer: for each sequence its state S, its open chunk, and the undo of its last write.
+    """The stream of one layer. Per sequence it holds the state S, the open chunk, and the undo of a write.
 
     Args:
         batch: B, number of sequences.
@@ -85,9 +88,10 @@ class FastWeightStream:
 
     @property
     def state(self) -> Tensor | None:
-        """The states: S [B, d, h] without η, the sums [B, d + r, r] of the ridge rule, or a prompt's η'ΔW.
+        """The states, in float32, or in float64 for float64 models. None before the first write.
 
-        Float32, or float64 for float64 models. None before the first write.
+        They are S [B, d, h] without η. Under the ridge rule they are the sums [B, d + r, r], and with
+        `prompt_write` the change η'ΔW.
         """
         return None if self._state is None else self._state.value
 
@@ -108,7 +112,7 @@ class FastWeightStream:
 
     @property
     def is_empty(self) -> bool:
-        """True before the first token. A stream for another batch may then replace this one."""
+        """True before the first token. Then a stream for another number of rows may replace this one."""
         return not any(self.tokens) and not self._abandoned
 
     def read_matrix(self, row: int, layer: StreamedLayer) -> Tensor:
@@ -150,7 +154,7 @@ class FastWeightStream:
         """
         if len(spans) != self.batch:
             raise InPlaceTTTError(
-                f"the cache holds {self.batch} sequences, the batch has {len(spans)}; start a new cache."
+                f"the cache holds {self.batch} sequences, but the batch has {len(spans)}; start a new cache."
             )
         self.check_holds_state()
         self._thaw()
@@ -171,8 +175,8 @@ class FastWeightStream:
                 if start < stop:
                     self._take(index, z[index, start:stop], x[index, start:stop], layer, undoable=True)
             return out
-        # first the open chunks, then whole chunks together, then each row's last whole chunk, which can be
-        # undone, and its rest
+        # First the open chunks are filled, then whole chunks of all rows are read together. At last comes
+        # each row's last whole chunk, whose write can be undone, and the tokens after it.
         whole = []
         for index, (start, stop) in enumerate(spans):
             opened = min(start + -self.rows[index].filled % self.chunk_size, stop)
@@ -192,14 +196,14 @@ class FastWeightStream:
     def _read(
         self, out: Tensor, z: Tensor, layer: StreamedLayer, row: int | None = None, *, whole: bool = False
     ) -> None:
-        """Adds the reads to `out`; `whole` if the tokens are a whole chunk of each row that is read."""
+        """Adds the reads to `out`. `whole` is True if the tokens are a whole chunk of each row read."""
         if self._state is not None:
             self._state.add_read(out, z, layer, row, whole=whole)
 
     def _take_span(
         self, out: Tensor, z: Tensor, x: Tensor, row: int, span: Span, last: int, layer: StreamedLayer
     ) -> None:
-        """Reads a row's span and adds its tokens, chunk by chunk; the row's tokens end at `last`."""
+        """Reads a span of a row and adds its tokens, chunk by chunk. The row's tokens end at `last`."""
         start, stop = span
         while start < stop:
             end = min(start + self.chunk_size - self.rows[row].filled, stop)
@@ -216,7 +220,7 @@ class FastWeightStream:
             start = end
 
     def _take_whole(self, out: Tensor, z: Tensor, x: Tensor, spans: list[Span], layer: StreamedLayer) -> None:
-        """Reads and writes spans of whole chunks, all rows at once; none of them can be undone."""
+        """Reads and writes spans of whole chunks, all rows at once. These writes cannot be undone."""
         documents = tuple((span,) if span[0] < span[1] else () for span in spans)
         read, state = layer.write(
             z, x, ChunkLayout.shared(documents, z.shape[1], self.chunk_size), self.state, reads=True
@@ -239,7 +243,7 @@ class FastWeightStream:
         after = layer.write(z[None], x[None], chunk, None if before is None else before[None], reads=False)[
             1
         ][0]
-        if undoable and self.update_on_decode:  # otherwise every crop is refused
+        if undoable and self.update_on_decode:  # without `update_on_decode` every crop is refused
             row.undo = _Undo(
                 before.clone() if before is not None and row.written else None, z.clone(), x.clone()
             )
@@ -256,7 +260,7 @@ class FastWeightStream:
                 self._state.thaw()
 
     def skip(self) -> None:
-        """Records tokens in the cache that this stream did not receive; a crop cannot go back beyond them."""
+        """Records tokens in the cache that this stream did not receive. No crop can go back beyond them."""
         for row in self.rows:
             row.unbroken = 0
 
@@ -308,7 +312,7 @@ class FastWeightStream:
             return
         if not self.update_on_decode:
             raise InPlaceTTTError(
-                "with update_on_decode off, tokens cannot be taken back, since generated ones were not "
+                "with update_on_decode off, tokens cannot be taken back, since generated tokens were not "
                 "written and cannot be distinguished from the others; generate without an assistant and "
                 "without prompt lookup."
             )
@@ -317,21 +321,21 @@ class FastWeightStream:
             if tokens > row.unbroken < held:
                 raise InPlaceTTTError(
                     f"the last {tokens} tokens of this cache include padding, or tokens read with TTT off, "
-                    "so that they cannot "
+                    "so they cannot "
                     "be taken back; pad at the left of the first forward only."
                 )
             if row.filled < n < held and not (row.undo is not None and n <= row.filled + self.chunk_size):
                 raise InPlaceTTTError(
-                    f"the last {tokens} tokens reach behind a chunk that is written for good; only the "
-                    "last chunk of "
-                    f"{self.chunk_size} can be taken back (fork the state before reading tokens that you "
+                    f"the last {tokens} tokens reach behind a chunk that is written for good; only the last "
+                    "chunk of "
+                    f"{self.chunk_size} can be taken back (fork the session before reading tokens that you "
                     "may take back)."
                 )
 
     def _take_back(self, index: int) -> None:
-        """Makes a row's last written chunk its open chunk again.
+        """Undoes a row's last write, so its chunk is the open chunk again.
 
-        The tokens read since are counted in `filled`, but their rows of Z and X are dropped.
+        `filled` then also counts the tokens read since, but their rows of Z and X are dropped.
         """
         row = self.rows[index]
         assert self._state is not None and row.undo is not None
@@ -340,7 +344,7 @@ class FastWeightStream:
         row.filled, row.written, row.undo = row.filled + self.chunk_size, row.written - 1, None
 
     def reset(self) -> None:
-        """Empties the stream: tokens read W0 again."""
+        """Empties the stream. The next tokens read W0 alone."""
         self.__init__(self.batch, self.chunk_size, self.update_on_decode, self.rule)  # type: ignore[misc]
 
     def select(self, rows: list[int]) -> None:
@@ -356,13 +360,13 @@ class FastWeightStream:
         self.rows = [dataclasses.replace(self.rows[row]) for row in rows]
 
     def lend(self, sources: list[int]) -> None:
-        """Gives row r the state of row sources[r]. Its open chunk and its counts stay its own."""
+        """Sets the state of each row r to that of row sources[r]. Open chunks and counts do not change."""
         self._state = self._state and self._state.select(sources)
 
     def add_writes(self, other: FastWeightStream) -> None:
         """Adds the states of another stream of this layer, row by row. Both open chunks are left out.
 
-        A state is a sum over chunks, so that the result is the state after the chunks of both.
+        A state is a sum over chunks, so the result is the state after the chunks of both streams.
         """
         if other.state is not None:
             value = other.state if self.state is None else self.state + other.state
@@ -373,7 +377,7 @@ class FastWeightStream:
 
     @property
     def asks_again(self) -> int:
-        """Number of last tokens that a write may read again, so that their KV cache must be kept."""
+        """Number of last tokens that a write may read again. The KV cache of these tokens must be kept."""
         return 0
 
     def forget_attention(self) -> None:

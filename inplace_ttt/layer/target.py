@@ -15,7 +15,7 @@ from .whitened_keys import WhitenedKeys
 from .write_gate import WriteGate
 
 _SHARED_SEED = 1234567
-"""Seed of the diagonal that all layers share, as in the public code of TTT-NTP."""
+"""Seed of the diagonal that all layers share. It is the seed in the public code of TTT-NTP."""
 
 
 class TargetGenerator(nn.Module):
@@ -23,15 +23,16 @@ class TargetGenerator(nn.Module):
 
     Conv is a depthwise correlation without bias inside each chunk. With "lookahead", tap j of token t reads
     token t + j - k//2; with "causal", token t + j - k + 1. Taps outside the token's chunk read zero. P
-    multiplies from the right and is not transposed. "next" (extension) omits the convolution: V_t = X_{t+1}
-    P, and zero for a chunk's last token.
+    multiplies from the right and is not transposed. "next" (extension) omits the convolution. Then V_t is
+    X_{t+1} P, and zero for a chunk's last token.
 
     Args:
         dim: d.
         kernel_size: k, number of taps.
         conv: "lookahead", "causal" or "next".
-        normalize_targets: extension. (X - mean) · gain replaces X.
-        proj_init: start of P. All but "random_diagonal" are extensions. "calibrated" is measured on a text.
+        normalize_targets: True replaces X by (X - mean) · gain (extension).
+        proj_init: the initial P. All but "random_diagonal" are extensions. "calibrated" is measured on a
+            text.
         keys: whitened keys (extension), measured on a text.
         write_gate: gate of writes (extension).
         factory: `device` and `dtype` of the parameters and buffers.
@@ -82,13 +83,13 @@ class TargetGenerator(nn.Module):
     def reset_parameters(self, std: float, seed: int) -> None:
         """Sets conv to zero and P to a diagonal drawn from N(0, std²) (paper appendix C.3).
 
-        With a convolution, the model then computes the same as its base, yet conv has a gradient. The gate is
-        zero, so that all writes have weight 1. A calibrated P, and all other measured tensors, are zero until
-        they are measured.
+        With a convolution, the model then computes the same as its base, but conv has a gradient. The gate's
+        parameter is zero, so all writes have weight 1. A calibrated P, and all other measured tensors, are
+        zero until they are measured.
 
         Args:
-            std: standard deviation of the diagonal. P = identity ignores it.
-            seed: seed of the diagonal. P = identity, and the diagonal that all layers share, ignore it.
+            std: standard deviation of the diagonal. It is unused for "identity" and "calibrated".
+            seed: seed of the diagonal. It is used for "random_diagonal" alone.
         """
         for tensor in (*self.parameters(), *self.buffers()):
             tensor.zero_()
@@ -133,9 +134,12 @@ class TargetGenerator(nn.Module):
         """
         return x if self.mean is None or self.gain is None else ((x - self.mean) * self.gain).to(x.dtype)
 
-    @torch.compiler.assume_constant_result  # a graph cannot check values; this check runs while it is traced
+    @torch.compiler.assume_constant_result  # a graph cannot check values, so the check runs during tracing
     def check_measured(self) -> None:
-        """Raises InPlaceTTTError if a tensor measured on a text is still zero. Checks until it passes."""
+        """Raises InPlaceTTTError if a tensor measured on a text is still zero.
+
+        Once the check has passed, later calls skip it.
+        """
         if not self._is_measured:
             measured = [
                 self.mean,
@@ -156,9 +160,9 @@ class TargetGenerator(nn.Module):
 class GradientTarget(nn.Module):
     """The module `ttt` of a layer with `target: gradient`: the scale of the targets, measured on a text.
 
-    A token's target is V_t = -gain ∂L/∂o_t. L is the summed loss of the chunk's tokens, and o_t the
-    down-projection's output. At η = 1 a key then reads back a write of about the output's size. The gate of
-    writes, if there is one, is the only trained parameter.
+    A token's target is V_t = -gain ∂L/∂o_t. L is the summed loss of the chunk's tokens, and o_t is the
+    down-projection's output. At η = 1, a key that was written reads back a vector of about the output's size.
+    The gate of writes, if there is one, is the only trained parameter.
 
     Args:
         keys: whitened keys (extension), measured on a text.
@@ -205,7 +209,7 @@ class GradientTarget(nn.Module):
         return -self.gain.to(gradient.dtype) * gradient
 
     def check_measured(self) -> None:
-        """Raises InPlaceTTTError before the gain is measured on a text."""
+        """Raises InPlaceTTTError if the gain is not yet measured on a text."""
         if not self.gain.is_meta and not self.gain:
             raise InPlaceTTTError(
                 "the extensions of this config are not measured yet; run inplace_ttt.calibrate(model, "

@@ -1,4 +1,4 @@
-"""Whitened keys (extension): a fixed map of the down-projection's input, measured on a text."""
+"""Whitened keys (extension), a fixed map of the down-projection's input that is measured on a text."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from torch.nn.functional import linear
 class WhitenedKeys(nn.Module):
     """Whitened keys k = A (z - ‖z‖ c), of r numbers per token; see `KeyWhitening`.
 
-    They cost r h multiply-adds per token. A key scales with its z, as W0 z does. So a token whose z is almost
-    zero reads almost nothing, also in a model with a norm after W0, which makes such outputs large.
+    They cost r h multiply-adds per token. A key is proportional to ‖z‖, as W0 z is. So a token whose z is
+    almost zero reads almost nothing. That matters in a model with a norm after W0, which would enlarge even a
+    small read.
 
     Args:
         width: h.
@@ -21,8 +22,8 @@ class WhitenedKeys(nn.Module):
         factory: `device` and `dtype` of the buffers.
 
     Attributes:
-        directions: A [r, h], filled by `inplace_ttt.calibration.calibrate`.
-        center: c [h], filled by the same.
+        directions: A [r, h], set by `inplace_ttt.calibrate`.
+        center: c [h], set by `inplace_ttt.calibrate`.
     """
 
     directions: Tensor

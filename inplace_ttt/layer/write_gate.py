@@ -1,4 +1,4 @@
-"""A gate of writes (extension): the weight of each token in the ridge regression, from its whitened key."""
+"""A gate of writes (extension). It computes each token's weight in the ridge regression from its key."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ..ops.precision import without_autocast
 class WriteGate(nn.Module):
     """The weight β = 2σ(√r w·k + b) of a token with key k, between 0 and 2. Before training it is 1.
 
-    Whitened keys have a norm of about 1, so the entries of √r k are about 1. An optimizer then moves w as it
-    moves P.
+    Whitened keys have a norm of about 1, so the entries of √r k are about 1. An optimizer then
+    moves w about as it moves P.
 
     Args:
         rank: r.
         factory: `device` and `dtype` of the parameter.
 
     Attributes:
-        gate: w and, last, b: [r + 1].
+        gate: one parameter [r + 1], with w first and b last.
     """
 
     def __init__(self, rank: int, **factory: Any) -> None:

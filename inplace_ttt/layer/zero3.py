@@ -1,4 +1,4 @@
-"""Parameters under DeepSpeed's ZeRO stage 3. They are empty until they are gathered from the ranks."""
+"""Access to parameters under DeepSpeed's ZeRO stage 3, which are empty until they are gathered."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def is_partitioned(parameter: Tensor) -> bool:
 def gathered(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Gathers partitioned parameters on every rank inside the context, and keeps the changes of rank 0.
 
-    Other parameters stay as they are.
+    Other parameters are left unchanged.
     """
     partitioned = [p for p in parameters if is_partitioned(p)]
     if not partitioned:

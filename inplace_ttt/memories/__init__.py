@@ -1,6 +1,6 @@
-"""Test-time memories with one interface: layers for any torch model, each with a primal and a fast form.
+"""Test-time memories with one interface. Each is a layer for any torch model, in a primal and a fast form.
 
-The primal form is the law: it defines the layer, token by token.
+The primal form defines the layer, token by token. The fast form must compute the same.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ MEMORIES: dict[str, type[Memory[Any]]] = {
 
 
 def make(name: str, dim: int, **options: Any) -> Memory[Any]:
-    """Builds the memory of a name for tokens of width `dim`.
+    """Builds the memory with this name for tokens of width `dim`.
 
     Args:
         name: A key of `MEMORIES`.

@@ -1,4 +1,4 @@
-"""DeltaNet: loss ½‖S k − v‖², one gradient step of size β per token.
+"""DeltaNet, with the loss ½‖S k − v‖² and one gradient step of size β per token.
 
 The rule is from arXiv 2102.11174, the parallel form from arXiv 2406.06484.
 """
@@ -16,7 +16,7 @@ from .protocol import Tokens, chunks, gradient
 class DeltaNet(MatrixMemory):
     """S ← S − β (S k − v) kᵀ with β = σ(x w), one rate per head; S [B, H, d, d] is zero at the start.
 
-    q and k are normalized after SiLU, as in arXiv 2406.06484, so that a step with β ≤ 1 never overshoots.
+    q and k are normalized after SiLU, as in arXiv 2406.06484. A step with β ≤ 1 then never overshoots.
 
     Args:
         dim: Width of the tokens.

@@ -1,4 +1,4 @@
-"""Gated linear attention (arXiv 2312.06635): linear attention whose matrix decays.
+"""Gated linear attention (arXiv 2312.06635), which is linear attention with a matrix that decays.
 
 Each key channel has its own learned rate of decay.
 """
@@ -23,7 +23,7 @@ class GatedLinearAttention(MatrixMemory):
         dim: Width of the tokens.
         heads: Heads H; dim is a multiple of it.
         chunk: Tokens per chunk of the parallel form.
-        temperature: The gate is σ(x W)^(1/temperature), above 0.
+        temperature: The gate is σ(x W)^(1/temperature). It must be above 0.
     """
 
     kernel = "chunk_gla"
@@ -42,7 +42,7 @@ class GatedLinearAttention(MatrixMemory):
         return state * token.rates.exp() - gradient(lambda s: -(token.k @ s.mT * token.v), state)
 
     def parallel(self, state: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """Computes every pair's own decay [C, C, d] in a chunk, which must be short.
+        """Computes the decay between every pair of tokens in a chunk, [C, C, d]. Chunks must be short.
 
         The decay never exceeds 1, so it never overflows.
         """

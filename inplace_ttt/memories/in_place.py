@@ -1,8 +1,9 @@
-"""In-Place TTT (arXiv 2604.06169) as one memory among the others.
+"""In-Place TTT (arXiv 2604.06169) as one of the memories.
 
-The layer is a gated MLP whose down-projection is written by the sequence. Key and query are the same, Z =
+The layer is a gated MLP, and the sequence writes into its down-projection. Key and query are the same, Z =
 silu(x W_gate) ∘ x W_up [T, h]. The value is V = Conv(x) P [T, d], which may look ahead inside its chunk. The
-state is linear, and the loss is −⟨S z, v⟩. A chunk is applied, then written when it is complete.
+state is a matrix, and the loss is −⟨S z, v⟩. A chunk reads the state first, and is written when it is
+complete.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class InPlaceState(NamedTuple):
 class InPlaceTTT(Memory[InPlaceState]):
     """O = Z (W0 + η S)ᵀ, S ← S + VᵀZ once per chunk.
 
-    As in a converted model, with the layer's own input as the target source.
+    It computes the same as a converted model whose target source is the layer's own input.
 
     Args:
         dim: Width d of the tokens.
@@ -64,7 +65,7 @@ class InPlaceTTT(Memory[InPlaceState]):
     ) -> None:
         super().__init__()
         self.chunk, self.eta = checked(chunk), eta
-        # raises for options that a conversion refuses
+        # raises InPlaceTTTError for options that a conversion refuses
         InPlaceTTTConfig(chunk_size=chunk, eta=eta, kernel_size=kernel_size, conv=conv)
         hidden = 4 * dim if hidden is None else hidden
         if min(dim, hidden) < 1:

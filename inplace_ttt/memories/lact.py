@@ -1,6 +1,6 @@
 """LaCT, large-chunk test-time training (Zhang et al., arXiv 2505.23884).
 
-A SwiGLU fast weight, updated by Muon once per chunk.
+The memory is a SwiGLU network of fast weights, which Muon updates once per chunk.
 """
 
 from __future__ import annotations
@@ -28,17 +28,20 @@ COEFFICIENTS: dict[Muon, tuple[tuple[float, float, float], ...]] = {
         (2.8366, -3.0525, 1.2012),
     ),
 }
-"""Coefficients of each Newton-Schulz step: Muon's quintic, and the five quintics of LaCT's published code,
-which bring every singular value nearer to 1."""
+"""Coefficients of each Newton-Schulz step.
+
+"usual" is Muon's quintic. "public" are the five quintics of LaCT's published code, which bring every singular
+value nearer to 1.
+"""
 
 
 class LaCTState(NamedTuple):
     """The state of `LaCT`; all weights are [B, H, out, in]."""
 
     weights: Weights
-    """Weights that the open (unfinished) chunk reads, and at which its gradients are taken."""
+    """Weights that the open (unfinished) chunk reads. Its gradients are also taken at these weights."""
     gradients: Weights
-    """Σ rate · ∇ over the open chunk's tokens, all that its update needs."""
+    """Σ rate · ∇ over the open chunk's tokens. Its update needs no more than this sum."""
     filled: int
     """Tokens in the open chunk."""
 
@@ -46,18 +49,18 @@ class LaCTState(NamedTuple):
 class LaCT(NetworkMemory[LaCTState]):
     """f(x) = W2 (silu(W1 x) ∘ W3 x), loss −⟨f(k), v⟩, W ← norm(W − Muon(Σ η_t ∇_t)) once per chunk.
 
-    A chunk is applied, then written. q, k, v pass through silu; q and k are then normalized. η = softplus(x w
-    + b), three numbers per head and token: one for each matrix. The norm gives every row of W the length that
-    it has in the initial weights. Muon is five Newton-Schulz steps. Two things of the paper are left out:
-    momentum, and the parts of its layer around the memory (window attention on the same q, k, v).
+    A chunk is read first, then written. q, k, v pass through silu, and q and k are then normalized. η =
+    softplus(x w + b) is one number per head, token and matrix. The norm scales every row of W to the length
+    that it has in the initial weights. Muon is five Newton-Schulz steps. Two parts of the paper are left out:
+    momentum, and the window attention on the same q, k, v around the memory.
 
     Args:
         dim: Width of the tokens.
         heads: Heads H; dim is a multiple of it.
-        chunk: Tokens that are written together. 2,048 to 1M in the paper; shorter chunks leave a GPU idle.
+        chunk: Tokens that are written together. The paper uses 2,048 to 1M; shorter chunks leave a GPU idle.
         expand: Hidden width of f in multiples of the head's width.
-        base_rate: η at the start of training where x w = 0; above 0.
-        muon: Coefficients of the steps: "usual" are Muon's, "public" those of LaCT's published code.
+        base_rate: η at the start of training where x w = 0. It must be above 0.
+        muon: Coefficients of the Newton-Schulz steps. "usual" are Muon's, "public" those of LaCT's code.
     """
 
     reads_first = True
@@ -75,7 +78,7 @@ class LaCT(NetworkMemory[LaCTState]):
         chosen("muon", muon, *COEFFICIENTS)
         if not 0 < base_rate < math.inf or expand < 1:
             raise InPlaceTTTError(
-                f"base_rate must be above 0 and expand at least 1, got {base_rate} and {expand}."
+                f"base_rate must be above 0, and expand must be at least 1, got {base_rate} and {expand}."
             )
         self.muon = COEFFICIENTS[muon]
         super().__init__(dim, heads, chunk, [(expand * d, d), (expand * d, d), (d, expand * d)])
@@ -123,7 +126,7 @@ class LaCT(NetworkMemory[LaCTState]):
         return torch.cat(read, dim=2), state
 
     def after(self, state: LaCTState, gradients: Weights, tokens: int) -> LaCTState:
-        """Returns the state after more tokens of the open chunk; the last of `chunk` tokens writes it."""
+        """Returns the state after more tokens of the open chunk. The chunk's last token writes it."""
         total = tuple(sum_ + g for sum_, g in zip(state.gradients, gradients, strict=True))
         if state.filled + tokens < self.chunk:
             return LaCTState(state.weights, total, state.filled + tokens)
@@ -137,7 +140,7 @@ class LaCT(NetworkMemory[LaCTState]):
 def orthogonal(
     g: Tensor, coefficients: Sequence[tuple[float, float, float]] = COEFFICIENTS["usual"]
 ) -> Tensor:
-    """Approximates Muon's UVᵀ of g = UΣVᵀ [.., out, in] by Newton-Schulz steps.
+    """Approximates UVᵀ of g = UΣVᵀ [.., out, in] by Newton-Schulz steps, as Muon does.
 
     The usual coefficients bring the singular values Σ into 0.7 to 1.2.
     """

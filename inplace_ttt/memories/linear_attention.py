@@ -1,6 +1,6 @@
-"""Linear attention as a memory: loss −⟨S k, v⟩, one gradient step of size 1 per token, which adds v kᵀ.
+"""Linear attention as a memory, with the loss −⟨S k, v⟩.
 
-This is Theorem 1 of arXiv 2407.04620.
+One gradient step of size 1 per token adds v kᵀ. The equivalence is Theorem 1 of arXiv 2407.04620.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class LinearAttention(MatrixMemory):
         return state - gradient(lambda s: -(token.k @ s.mT * token.v), state)
 
     def parallel(self, state: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """Computes a prefix sum over chunks; inside a chunk, causal attention without softmax."""
+        """Computes a prefix sum over chunks, and causal attention without softmax inside a chunk."""
         read = []
         for q, k, v, _ in chunks(tokens, self.chunk):
             read.append(q @ state.mT + torch.tril(q @ k.mT) @ v)

@@ -1,8 +1,8 @@
-"""Titans' memory as context (MAC): arXiv 2501.00663 §4.1 and its published proof of concept on number series.
+"""Titans' memory as context (MAC), from arXiv 2501.00663 §4.1 and its proof of concept on number series.
 
-The answer to a segment of C tokens depends on the memory's reads for it, on persistent tokens and on the
-segment itself. The segment's output is then written. Only the memory can carry tokens from more than C tokens
-back.
+The output for a segment of C tokens depends on the memory's reads, on persistent tokens and on the segment
+itself. This output is then written into the memory. Only the memory can pass on information from more than C
+tokens before.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class MACLayer(nn.Module):
 
     p are the persistent tokens, which are learned. Attn are transformer encoder layers without positions or
     mask, so a model may predict only tokens after the segment, never tokens in it. FC is one linear map from
-    all 2C + N_p tokens to C. It comes from the proof of concept, not from the paper, and it alone
-    distinguishes the tokens' places. M reads every token of y after that token's own update. Its queries and
-    reads are not mapped again (no output projection).
+    all 2C + N_p tokens to C tokens. It comes from the proof of concept, and not from the paper. FC alone
+    depends on the tokens' positions. M reads every token of y after that token's own update. There is no
+    output projection.
 
     Args:
         dim: Width of the tokens.
@@ -33,7 +33,7 @@ class MACLayer(nn.Module):
         persistent: N_p, the number of persistent tokens.
         encoder_layers: Layers of Attn.
         feedforward: Hidden width of Attn's MLPs.
-        **memory: Options of `Titans`.
+        **memory: Options of the memory M, a `Titans`.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class MACLayer(nn.Module):
 
 
 class MACModel(nn.Module):
-    """Predicts the element that follows a series. All segments are written; the last one gives the answer.
+    """Predicts the next element of a series. All segments are written, and the last output is the prediction.
 
     Args:
         width: Numbers per element.
@@ -75,7 +75,7 @@ class MACModel(nn.Module):
         encoder_layers: Encoder layers per layer.
         feedforward: Hidden width of the encoder's MLPs.
         memory_layers: Layers of the memory's M.
-        **memory: Further options of `Titans`.
+        **memory: Further options of the memory M, a `Titans`.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class MACModel(nn.Module):
         segments = x.shape[1] // self.segment
         if not segments:
             raise InPlaceTTTError(
-                f"a series of {x.shape[1]} is shorter than a segment of {self.segment}; give a longer one."
+                f"a series of {x.shape[1]} is shorter than a segment of {self.segment}; give a longer series."
             )
         states: list[TitansState | None] = [None] * len(self.layers)
         for segment in x[:, -segments * self.segment :].split(self.segment, dim=1):
@@ -132,12 +132,13 @@ class MACModel(nn.Module):
     def every_next(self, x: Tensor, phases: Tensor | None = None) -> Tensor:
         """Computes `forward` of x[:, :t] for each t from C to T − 1 in one pass.
 
-        Prefixes whose lengths differ by C share their segments. So C streams, side by side in the batch,
-        compute them all.
+        Prefixes whose lengths differ by a multiple of C share segments. So C streams, as rows of one batch,
+        compute all prefixes.
 
         Args:
             x: A series [B, T, width], T > C.
-            phases: Numbers below C, in order: only the t with (t mod C) among them. None: every t.
+            phases: Numbers below C, in order. Only lengths t with (t mod C) among them are computed. None:
+                every t.
 
         Returns:
             [B, T − C, width]; with `phases` [B, ⌈(T − C) / C⌉, n, width], whose entries for t ≥ T must be
@@ -149,7 +150,7 @@ class MACModel(nn.Module):
         batch, length, width = x.shape
         if length <= self.segment:
             raise InPlaceTTTError(
-                f"a series of {length} must be longer than a segment of {self.segment}; give a longer one."
+                f"a series of {length} must be longer than a segment of {self.segment}; give a longer series."
             )
         padded = F.pad(x[:, :-1], (0, 0, 0, -length % self.segment))
         # [B, segments, phases, C, width]

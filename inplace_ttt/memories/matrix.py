@@ -1,4 +1,4 @@
-"""The base of memories whose state is one matrix: start, read, and flash-linear-attention on a GPU."""
+"""The base class of memories whose state is one matrix. On a GPU it calls flash-linear-attention."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .protocol import HeadMemory, Tokens
 class MatrixMemory(HeadMemory[Tensor]):
     """A memory whose state is a matrix S [B, H, d, d], zero at the start; it reads S q.
 
-    `kernel` is the name of the function of flash-linear-attention that computes the same. It is called if
-    that package is installed and x is in half precision on CUDA.
+    `kernel` is the name of the function of flash-linear-attention that computes the same memory. That
+    function is called if the package is installed and x is in half precision on CUDA.
     """
 
     kernel: ClassVar[str | None] = None
@@ -38,7 +38,7 @@ class MatrixMemory(HeadMemory[Tensor]):
 def flash(kernel: str, tokens: Tokens, state: Tensor) -> tuple[Tensor, Tensor]:
     """Calls one of flash-linear-attention's chunked forms.
 
-    That package stores tokens as [B, n, H, d] and the state transposed, [key, value].
+    That package stores tokens as [B, n, H, d], and the state transposed as [key, value].
     """
     import fla.ops
 

@@ -1,8 +1,8 @@
-"""The base of memories whose state is a fast network: gradients at a chunk's start, primal or in dual form.
+"""The base class of memories whose state is a fast network, in primal and in dual form.
 
-The gradient of one token's loss in a linear map z = W x has rank one: e xᵀ with e = ∂loss/∂z. So weights that
-have taken steps c_s from W can be read without being computed: W_t x = W x − Σ_{s≤t} c_s e_s ⟨x_s, x⟩. That
-is three products for a full chunk.
+Gradients are taken at the weights of a chunk's start. For a linear map z = W x, the gradient of one token's
+loss has rank one: it is e xᵀ with e = ∂loss/∂z. Let W_t be W after steps of size c_s. The dual form reads W_t
+without computing it, as W_t x = W x − Σ_{s≤t} c_s e_s ⟨x_s, x⟩. A full chunk needs three products.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from .protocol import HeadMemory, State, Tokens, Weights, gradient
 
 LinearMap = Callable[[Tensor], Tensor]
-"""Maps x [B, H, n, in] to [B, H, n, out], by one matrix or in dual form by one matrix per token."""
+"""A function from x [B, H, n, in] to [B, H, n, out]. It applies one matrix, or (dual) one per token."""
 Step = tuple[Tensor, Tensor]
-"""For n tokens, the input x [B, H, n, in] of a linear map and the loss's gradient e [B, H, n, out] at its
-output."""
+"""The input x [B, H, n, in] of a linear map, and the loss's gradient e [B, H, n, out] at its output."""
 
 
 class NetworkMemory(HeadMemory[State]):
@@ -56,13 +55,13 @@ class NetworkMemory(HeadMemory[State]):
         return self.learned(batch, *self.initial)
 
     def gradients(self, weights: Weights, token: Tokens) -> Weights:
-        """Returns ∇ of one token's loss, by autograd. The primal form uses it for its steps."""
+        """Returns the gradient of one token's loss, by autograd. The primal form steps along it."""
         return gradient(lambda w: self.loss(self.f(fixed(w), token.k), token.v), weights)
 
     def steps(self, weights: Weights, tokens: Tokens) -> list[Step]:
         """Returns every token's x and e for each linear map, all at the same weights.
 
-        The dual form uses them for its steps.
+        The dual form computes its steps from x and e.
         """
         differentiable = torch.is_grad_enabled()
         inputs, outputs = [], []
@@ -97,7 +96,8 @@ def moved(start: Tensor, steps: Tensor, scale: Tensor) -> LinearMap:
 
 
 def stepped(base: LinearMap, step: Step, mix: Tensor) -> LinearMap:
-    """Returns the map whose weight at token t has taken the steps mix[t, s] of the tokens s.
+    """Returns the map whose weight at token t is the base's after the steps mix[t, s] e_s x_sᵀ of all tokens
+    s.
 
     mix is [B, H, n, n].
     """
@@ -112,5 +112,5 @@ def taken(step: Step, rates: Tensor) -> Tensor:
 
 
 def _normal(x: Tensor) -> Tensor:
-    """Returns a copy of a tensor made under torch.inference_mode(), which autograd cannot use; else x."""
+    """Returns x, or a copy of x if it was made under torch.inference_mode(), since autograd cannot use it."""
     return x.clone() if x.is_inference() else x

@@ -1,6 +1,6 @@
-"""The common interface: a memory has a state, an update rule and a query rule.
+"""The common interface of memories. A memory has a state, an update rule and a query rule.
 
-The update learns to map key k to value v. The query reads with q.
+The update learns to map a key k to a value v. The query reads the memory with q.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ class Tokens(NamedTuple):
 
 
 class Memory(nn.Module, ABC, Generic[State]):
-    """A layer x [B, T, dim] → y [B, T, dim] whose state is a value: passed in and returned, never stored.
+    """A layer x [B, T, dim] → y [B, T, dim]. Its state is passed in and returned, and never stored in it.
 
-    A system implements six methods: `tokens` (the memory's inputs from x), `initial_state`, `update` (one
-    token), `query`, `parallel`, and `output`. `primal`, token by token, is the law.
+    A memory implements six methods: `tokens` (the memory's inputs from x), `initial_state`, `update` (one
+    token), `query`, `parallel`, and `output`. `primal` defines the result, token by token.
 
-    The layer itself is the parallel form, over any length. It is also the streaming form: call it on
-    consecutive pieces of a sequence and pass the state on. A piece may end anywhere, because the state
+    A call of the layer runs the parallel form, for any length. It also serves for streaming: call the layer
+    on consecutive pieces of a sequence, and pass the state on. A piece may end anywhere, because the state
     carries the data of the open (unfinished) chunk.
 
     The state and all arithmetic on it are float32 (float64 for float64 inputs).
     """
 
     reads_first: ClassVar[bool] = False
-    """True if a token is read before its own update (apply, then update), False if after it."""
+    """True if a token reads before its own update (apply, then update), False if it reads after it."""
 
     @abstractmethod
     def initial_state(self, batch: int) -> State:
@@ -97,14 +97,14 @@ class Memory(nn.Module, ABC, Generic[State]):
         return self._run(self.parallel, x, state)
 
     def primal(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        """Computes `forward` token by token, with every gradient of the update by autograd: the law.
+        """Computes the same as `forward` token by token, with every gradient of the update by autograd.
 
-        Arguments and results as in `forward`.
+        It is the definition of the layer. Arguments and results are those of `forward`.
         """
         return self._run(self._token_by_token, x, state)
 
     def recall(self, x: Tensor, state: State) -> Tensor:
-        """Returns the state's reads for x [B, T, dim] as the layer's output, [B, T, dim]; writes nothing."""
+        """Returns the layer's output [B, T, dim] for x [B, T, dim], by reads of `state` without a write."""
         _refuse_other_batch(x, state)
         q = self.tokens(x).q
         with without_autocast(x.device):
@@ -138,7 +138,8 @@ class Memory(nn.Module, ABC, Generic[State]):
 class HeadMemory(Memory[State]):
     """A memory with heads.
 
-    Linear maps of x without bias give q, k and v. Another maps the reads of all heads to the output.
+    Linear maps of x without bias compute q, k and v. Another linear map computes the output from the reads of
+    all heads.
     """
 
     def __init__(self, dim: int, heads: int, chunk: int) -> None:
@@ -170,7 +171,9 @@ class HeadMemory(Memory[State]):
 def head_width(dim: int, heads: int) -> int:
     """Returns the width of a head. Raises InPlaceTTTError if dim is not a multiple of heads."""
     if dim < 1 or heads < 1 or dim % heads:
-        raise InPlaceTTTError(f"dim {dim} does not divide into {heads} heads; choose heads that divide it.")
+        raise InPlaceTTTError(
+            f"dim {dim} does not divide into {heads} heads; choose a number of heads that divides dim."
+        )
     return dim // heads
 
 
@@ -188,14 +191,14 @@ def checked(chunk: int) -> int:
 
 
 def gradient(loss: Callable[..., Tensor], weights: Any) -> Any:
-    """Returns ∇ of the summed loss at `weights`, by autograd; the result is differentiable."""
+    """Returns the gradient of the summed loss at `weights`, by autograd. The result is differentiable."""
     return torch.func.grad(lambda w: loss(w).sum())(weights)
 
 
 def chunks(tokens: Tokens, size: int, filled: int = 0) -> Iterator[Tokens]:
     """Yields the tokens in pieces that end where chunks of `size` tokens end.
 
-    filled: tokens of the first chunk that came before.
+    filled: number of tokens of the first chunk that came before.
     """
     start, length = 0, tokens.q.shape[2]
     while start < length:
@@ -212,7 +215,8 @@ def _refuse_other_batch(x: Tensor, state: Any) -> None:
     rows = {leaf.shape[0] for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor)}
     if rows - {len(x)}:
         raise InPlaceTTTError(
-            f"the state is of {max(rows - {len(x)})} sequences and x of {len(x)}; give each its own."
+            f"the state has {max(rows - {len(x)})} sequences, but x has {len(x)}; pass the state of these "
+            "sequences."
         )
 
 

@@ -1,4 +1,4 @@
-"""Titans' neural memory (Behrouz et al., arXiv 2501.00663): a fast MLP with momentum and decay."""
+"""Titans' neural memory (Behrouz et al., arXiv 2501.00663), a fast MLP with momentum and decay."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class TitansState(NamedTuple):
 
 
 class Titans(NetworkMemory[TitansState]):
-    """S ← η S − θ ∇‖M(k) − v‖², M ← (1 − α) M + S; reads M(q) after the token's own update.
+    """S ← η S − θ ∇‖M(k) − v‖², M ← (1 − α) M + S. A token reads M(q) after its own update.
 
     k = norm(silu(x W_K)), v = silu(x W_V), q = norm(silu(x W_Q)). M is W x (layers = 1) or W2 silu(W1 x) with
     a hidden width of 2d (layers = 2), without bias. Gradients are taken at the weights of the chunk's start.
-    Decay and momentum act at every token (§3.2). The paper does not specify the initial M; here it is
-    learned, as W0 is in TTT.
+    Decay and momentum act at every token (§3.2). The paper does not specify the initial M. Here it is
+    learned, like W0 in TTT.
 
     Args:
         dim: Width of the tokens.
@@ -45,8 +45,8 @@ class Titans(NetworkMemory[TitansState]):
         alpha: α, the decay per token, 0 to 1.
         eta: η, the momentum, 0 to 1.
         theta: θ, the step size, 0 or more.
-        data_dependent: True makes α, η and θ equal to σ(x w + b), one number per head. They start at the
-            given constants, which must then lie strictly between 0 and 1.
+        data_dependent: True computes α, η and θ as σ(x w + b), one number per head. They start at the given
+            constants, which must then be strictly between 0 and 1.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Titans(NetworkMemory[TitansState]):
     def parallel(self, state: TitansState, tokens: Tokens) -> tuple[Tensor, TitansState]:
         """Computes the dual form, one chunk at a time.
 
-        The rates' effect on M and S within a chunk does not depend on the gradients.
+        Within a chunk, α, η and θ determine the coefficients of M, S and all gradients in advance.
         """
         read = []
         for part in chunks(tokens, self.chunk, state.filled):
@@ -147,7 +147,7 @@ class Unrolled(NamedTuple):
     steps: Tensor
 
     def base(self, memory: Tensor, surprise: Tensor) -> LinearMap:
-        """Returns the map x → X_t x without the steps."""
+        """Returns the map x → X_t x without the gradient steps of the chunk."""
         return lambda x: self.of_memory * (x @ memory.mT) + self.of_surprise * (x @ surprise.mT)
 
     def last(self, memory: Tensor, surprise: Tensor, step: Step) -> Tensor:

@@ -30,16 +30,16 @@ class TTTState(NamedTuple):
 
 
 class TTT(NetworkMemory[TTTState]):
-    """W_t = W' − c_t Σ_s η(x_s) ∇‖f(θ_K x_s; W') − θ_V x_s‖²; reads f(θ_Q x_t; W_t).
+    """W_t = W' − c_t Σ_s η(x_s) ∇‖f(θ_K x_s; W') − θ_V x_s‖². A token reads f(θ_Q x_t; W_t).
 
     The sum is over the tokens s ≤ t of t's mini-batch. W' are the weights at the mini-batch's start. η(x) =
     eta_base · σ(θ_lr x) is one number per head, and c_t = 1.
 
     The form "public" adds the parts that only the published code has. η is divided by twice the head's width
-    d. The token at place i ∈ 0…b−1 of a mini-batch has c_t = 1/(i + 1) + a learned number, at least 0. q and
-    k are rotated by i (RoPE, base 10,000). The maps of f have biases that learn as their weights do. A layer
-    norm (LN) precedes the output map. Both forms are the layer alone: the code's convolutions and gate belong
-    to its backbone.
+    d. The token at place i ∈ 0…b−1 of a mini-batch has c_t = 1/(i + 1) + a learned number, and at least 0. q
+    and k are rotated by i (RoPE, base 10,000). The maps of f have biases, which are updated like their
+    weights. A layer norm (LN) precedes the output map. Neither form includes the code's convolutions and
+    gate, which belong to its backbone.
 
     Args:
         dim: Width of the tokens.
@@ -47,9 +47,9 @@ class TTT(NetworkMemory[TTTState]):
         mini_batch: b, tokens whose gradients are taken together. At b ≥ T this is batch gradient descent.
         shapes: (out, in) of each linear map of f.
         eta_base: Largest rate, 0 or more.
-        learned_rate: False sets η = eta_base. A row of the paper's ablation.
-        residual_norm: False leaves LN and the residual out of f. A row of the paper's ablation.
-        form: "paper" is the paper's text, "public" the published code.
+        learned_rate: False sets η = eta_base, as in one row of the paper's ablation.
+        residual_norm: False leaves LN and the residual out of f, as in one row of the paper's ablation.
+        form: "paper" follows the paper's text, "public" the published code.
     """
 
     def __init__(
@@ -153,13 +153,13 @@ class TTT(NetworkMemory[TTTState]):
         return self.after(state, tuple(token.rates * g for g in gradients), 1)
 
     def query(self, state: TTTState, q: Tensor) -> Tensor:
-        """Returns the reads of the weights after the last token; every q gets that token's place."""
+        """Returns the reads of the weights after the last token. Every q has that token's place."""
         return self.f(fixed(self.now(state)), self.placed(q, self.places((state.filled - 1) % self.chunk)))
 
     def parallel(self, state: TTTState, tokens: Tokens) -> tuple[Tensor, TTTState]:
         """Computes the dual form, one mini-batch at a time.
 
-        f reads every map with the steps of the tokens up to its own.
+        For each token, f uses every linear map after the steps of the tokens up to this token.
         """
         read = []
         for part in chunks(tokens, self.chunk, state.filled):
@@ -183,7 +183,7 @@ class TTT(NetworkMemory[TTTState]):
         return torch.cat(read, dim=2), state
 
     def after(self, state: TTTState, steps: Weights, tokens: int) -> TTTState:
-        """Returns the state after more tokens of the open mini-batch; the last of b tokens closes it."""
+        """Returns the state after more tokens of the open mini-batch. Its b-th token closes it."""
         total = tuple(s + new for s, new in zip(state.steps, steps, strict=True)) if state.filled else steps
         if state.filled + tokens < self.chunk:
             return TTTState(state.start, total, state.filled + tokens)
@@ -196,7 +196,7 @@ class TTT(NetworkMemory[TTTState]):
 
 
 class TTTLinear(TTT):
-    """f(x) = x + LN(W x), W [d, d]; arguments as in `TTT`."""
+    """f(x) = x + LN(W x) with W [d, d]. The arguments are those of `TTT`."""
 
     def __init__(
         self,
@@ -216,7 +216,7 @@ class TTTLinear(TTT):
 
 
 class TTTMLP(TTT):
-    """f(x) = x + LN(W2 gelu(W1 x)), W1 [4d, d] and W2 [d, 4d]; arguments as in `TTT`.
+    """f(x) = x + LN(W2 gelu(W1 x)) with W1 [4d, d] and W2 [d, 4d]. The arguments are those of `TTT`.
 
     The published code uses the tanh form of gelu.
     """

@@ -1,8 +1,9 @@
 """One mini-batch of a two-layer memory in functional form, primal and dual.
 
-From the article "Implementing Test-Time Training, part 1". f(x) = W2 relu(W1 x) + x, loss ½‖f(k) − v‖², η =
-1, without batch or heads. q, k, v [b, d], w1 [d_h, d], w2 [d, d_h]. Gradients are taken at the given weights.
-A query reads both layers with the steps of the tokens up to its own.
+It is from the article "Implementing Test-Time Training, part 1". The memory is f(x) = W2 relu(W1 x) + x with
+the loss ½‖f(k) − v‖² and η = 1, without batch or heads. Shapes: q, k, v [b, d], w1 [d_h, d], w2 [d, d_h].
+Gradients are taken at the given weights. A token's query reads both layers after the steps of the tokens up
+to this token.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def two_layer_primal(
 
 
 def two_layer_dual(q: Tensor, k: Tensor, v: Tensor, w1: Tensor, w2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes `two_layer_primal` in products, without the gradient [d_h, d] of a single token."""
+    """Computes the result of `two_layer_primal` by products, without a gradient [d_h, d] per token."""
     z = k @ w1.T
     hidden = z.relu()
     e2 = hidden @ w2.T + k - v

@@ -1,4 +1,4 @@
-"""The fast-weight op: reads a sequence with a weight that the sequence itself updates, chunk by chunk.
+"""The fast-weight op. It reads a sequence with a weight that the sequence itself updates, chunk by chunk.
 
 Shapes, for B sequences, T tokens, model width d and MLP width h:
 
@@ -9,8 +9,8 @@ Shapes, for B sequences, T tokens, model width d and MLP width h:
     state    [B, d, h]    S; under the ridge rule [B, d + h, h], the sum of VᵀZ above the sum of ZᵀZ
     out      [B, T, d]
 
-The state is float32 (float64 for float64 inputs). All other tensors have z's dtype; the gate may have
-another.
+The state is float32 (float64 for float64 inputs). All other tensors have z's dtype, except that the gate may
+have another floating dtype.
 """
 
 from __future__ import annotations
@@ -94,16 +94,16 @@ def fast_weight(
         keep_norms_of: W0 [d, h] (extension), required if the rule has `preserve_row_norms`. A read then
             scales each row of W0 + ηS_i to the norm of W0's row. S stays the unscaled sum.
         backend: "auto" selects the Triton kernels in half precision on CUDA, and "chunked" elsewhere.
-            `ops/forms.py` lists the code of each rule.
+            `ops/forms.py` lists the fast code of each rule.
         return_state: True also returns S after the complete chunks of each row's last document.
 
     Returns:
-        The outputs [B, T, d] in z's dtype. With `return_state` a pair: the outputs, and the state [B, d, h]
+        The outputs [B, T, d] in z's dtype. With `return_state`, a pair of the outputs and the state [B, d, h]
         ([B, d + h, h] under the ridge rule).
 
     Raises:
         InPlaceTTTError: If shapes or dtypes disagree, if an option does not belong to the rule, or if the
-            requested backend cannot run here.
+            requested backend does not exist or cannot run here.
 
     Examples:
         >>> import torch
@@ -142,8 +142,9 @@ def fast_weight(
 def takes_weight(z: Tensor) -> bool:
     """Returns True if the op should receive W0, False if the caller computes the product with W0 itself.
 
-    True if z is in full precision, and where the kernels run, which round W0 + ηS without bias. Otherwise the
-    op's result is added to a separate product with W0, which leaves that product unchanged.
+    It is True if z is in full precision. It is also True where the kernels run, since they round W0 + ηS
+    without bias. Otherwise the caller adds the op's result to its own product with W0. That product is then
+    the same as without TTT.
     """
     return preferred(z).fuses(z.dtype)
 
@@ -187,7 +188,7 @@ def _check(
         )
     if tuple(z.shape[:2]) != (layout.batch, layout.length):
         raise InPlaceTTTError(
-            f"the layout is for [{layout.batch}, {layout.length}] tokens, z has {list(z.shape[:2])}."
+            f"the layout is for [{layout.batch}, {layout.length}] tokens, but z has {list(z.shape[:2])}."
         )
     matrix = (v.shape[-1], z.shape[-1])
     if weight is not None and tuple(weight.shape) != matrix:

@@ -1,6 +1,6 @@
 """Measures time and peak memory of the op's forms, as ratios to the plain linear layer.
 
-The other references are the materializing formulation and the limit, a ratio of operation counts.
+Two further references are the materializing formulation, and the limit, which is a ratio of operation counts.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _WARM_UP_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of one measurement: one sequence of T tokens, chunks of C, a fast weight W0 [d, h]."""
+    """The sizes of one measurement, with one sequence of T tokens, chunks of C tokens and W0 [d, h]."""
 
     d: int
     h: int
@@ -56,7 +56,7 @@ class Shape:
 
 
 def registry() -> Iterator[tuple[str, Shape]]:
-    """Yields each shape that is measured on a GPU with the name of its model, the most informative first."""
+    """Yields the model's name and the shape of each measurement on a GPU, the most informative first."""
     names = sorted(WIDTHS, key=lambda name: name != "Qwen3-4B")
     for tokens, name, chunk_size in itertools.product(
         sorted(TOKENS, key=lambda n: n != 32768), names, CHUNK_SIZES
@@ -65,7 +65,7 @@ def registry() -> Iterator[tuple[str, Shape]]:
 
 
 def materializing(z: Tensor, v: Tensor, weight: Tensor, chunk_size: int) -> Tensor:
-    """Computes the op as the reference code does: one weight per chunk, then a batched product.
+    """Computes the op as the reference code does, with one stored weight per chunk and a batched product.
 
     The weights are a cumulative sum over chunks.
 
@@ -95,8 +95,9 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Measures forward and backward of each formulation, interleaved in one run.
 
-    "additive" is the paper's rule beside a product with W0, as for half-precision weights on a CPU. "least
-    squares" is the ridge rule on d/2 keys; its time includes computing those keys and the product with W0.
+    "additive" adds the reads of the paper's rule to a separate product with W0, as for half-precision weights
+    on a CPU. "least squares" is the ridge rule with keys of d/2 numbers. Its time includes the computation of
+    these keys and the product with W0.
 
     Args:
         shape: The sizes; the tokens are a multiple of the chunk size.
@@ -107,10 +108,10 @@ def measure(
             GPU.
 
     Returns:
-        One dict per formulation. It holds the name; median, min and max seconds; the ratio of its time to the
-        plain linear's (median of paired runs, with the range); peak bytes beyond those of the plain linear's
-        run; and the rate (TFLOP/s) of 7 products in its time. A formulation that does not fit into the GPU's
-        memory has `out_of_memory` instead of figures.
+        One dict per formulation. It holds the name, and the median, minimum and maximum seconds. It also
+        holds the ratio of its time to the plain linear's (median of paired runs, with the range), and the
+        peak bytes beyond those of the plain linear's run. The rate (TFLOP/s) is that of 7 products in its
+        time. A formulation that does not fit into the GPU's memory has `out_of_memory` instead of figures.
 
     Raises:
         InPlaceTTTError: If the tokens are not a multiple of the chunk size.
@@ -149,7 +150,7 @@ def measure(
         "least squares": least_squares,
     }
     if device.startswith("cuda") if every_form is None else every_form:
-        torch._dynamo.reset()  # otherwise each shape adds to the guards of the one before
+        torch._dynamo.reset()  # without it, each shape adds to the guards of the shape before
         compiled = torch.compile(materializing, dynamic=False)
         forms["materializing, compiled"] = lambda: compiled(z, v, weight, shape.chunk_size)
         forms["chunked"] = lambda: fast_weight(z, v, weight, eta=_ETA, layout=layout, backend="chunked")
@@ -165,7 +166,7 @@ def measure(
     peaks: dict[str, int] = {}
     for name, form in forms.items():
         try:
-            run(form)  # compiles and tunes
+            run(form)  # the first run compiles and tunes
             peaks[name] = _peak_bytes(lambda form=form: run(form), device)  # type: ignore[misc]
         except torch.OutOfMemoryError:
             z.grad = v.grad = weight.grad = None

@@ -1,14 +1,14 @@
-"""The memory-saving form: one walk over the chunks with one running matrix, on any device.
+"""The memory-saving form, a loop over the chunks with one running matrix, on any device.
 
-The backward is written by hand. Each document is walked with a carry M [d, h]. M is the running weight W0 +
-ηS ("fused", if `weight` is given) or the state S alone ("additive").
+The loop is called a walk, and the running matrix is called the carry M [d, h]. M is the running weight W0 +
+ηS ("fused", if `weight` is given) or the state S alone ("additive"). The backward is written by hand.
 
                                 fused        additive
     out_i = read · Z_i Mᵀ       read = 1     read = η     Z_i [C, h]
     M += write · c_i V_iᵀZ_i    write = η    write = 1    V_i [C, d]
 
 The backward first repeats the forward walk, for dZ through M. Then it walks from the last chunk to the first
-with the gradient R [d, h] of the carry. No chunk's matrices are stored: the extra memory is a few [d, h]
+with the gradient R [d, h] of the carry. It stores no matrix per chunk. So the extra memory is a few [d, h]
 matrices for any length.
 """
 
@@ -43,10 +43,10 @@ def fast_weight(
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the outputs [B, T, d] and the final state [B, d, h], or None without `return_state`.
 
-    Arguments as in `inplace_ttt.ops.fast_weight`. The fused form serves full-precision weights.
-    Half-precision weights use the additive form, because W0 + ηS rounded to the precision of W0 loses every
-    change below half a unit in the last place. Calls that return the state use it too, because the fused form
-    never computes S.
+    The arguments are those of `inplace_ttt.ops.fast_weight`. Full-precision weights use the fused form.
+    Half-precision weights use the additive form. W0 + ηS in the precision of W0 would lose every change below
+    half a unit in the last place. Calls that return the state use the additive form too, because the fused
+    form never computes S.
     """
     fused = weight is not None and not return_state and fuses(weight.dtype)
     out, state = _FastWeight.apply(
@@ -58,7 +58,7 @@ def fast_weight(
 
 
 def fuses(dtype: torch.dtype) -> bool:
-    """Returns True if W0 of this dtype can be the running weight: in full precision."""
+    """Returns True if W0 of this dtype can be the running weight, which needs full precision."""
     return dtype == state_dtype(dtype)
 
 
@@ -103,7 +103,7 @@ def gradients(
     keeps_state: bool,
     rule: SumRule = PAPER_RULE,
 ) -> tuple[Tensor | None, ...]:
-    """Returns the gradients of z, v, weight and initial_state; a weight that is given is fused."""
+    """Returns the gradients of z, v, weight and initial_state. If `weight` is given, the form is fused."""
     with without_autocast(z.device):
         walk = Walk(z, v, weight, initial_state, eta, clip, layout, keeps_state, rule)
         return walk.backward(torch.zeros_like(v) if d_out is None else d_out, d_state)
@@ -170,7 +170,7 @@ def _complete(spans: Sequence[Span | None], layout: ChunkLayout) -> Iterator[tup
 
 @dataclass(eq=False)
 class Walk:
-    """The walk over every row and document of a layout; the module's docstring defines the carry.
+    """The walk over every row and document of a layout. The module's docstring defines walk and carry.
 
     keeps_state: the caller wants the state after each row's last document.
     """
@@ -208,7 +208,7 @@ class Walk:
             yield (done, self.layout.length), None
 
     def start_carry(self, row: int, number: int) -> Tensor | None:
-        """Returns the carry at a document's first token; None means zero, so there is nothing to read yet."""
+        """Returns the carry at a document's first token. None stands for zero, with nothing to read."""
         state = self.initial_state[row] if number == 0 and self.initial_state is not None else None
         if self.weight is None:
             return None if state is None else state.to(self.dtype, copy=True)
@@ -222,7 +222,7 @@ class Walk:
         return self.layout.is_complete(chunk) and (not is_last or hands_state_on)
 
     def add_delta(self, carry: Tensor | None, row: int, chunk: Span) -> Tensor:
-        """Adds a chunk's write to the carry in place; without a carry returns the write [d, h] alone."""
+        """Adds a chunk's write to the carry in place. Without a carry it returns the write [d, h] alone."""
         values, keys = (x[row, chunk[0] : chunk[1]].to(self.dtype) for x in (self.v, self.z))
         if self.clip is None and self.rule.write_norm is None and carry is not None:
             return carry.addmm_(values.T, keys, alpha=self.write)
@@ -268,7 +268,7 @@ class Walk:
         d_initial = None if self.initial_state is None else torch.zeros_like(self.initial_state)
         for row in range(self.layout.batch):
             if d_initial is not None and d_state is not None and not self.layout.documents[row]:
-                d_initial[row] = d_state[row]  # a row of padding returns its initial state
+                d_initial[row] = d_state[row]  # the final state of a row of padding is its initial state
             for (start, stop), number in self.segments(row):
                 if number is None:
                     if d_weight is not None and self.weight is not None:
@@ -292,7 +292,7 @@ class Walk:
     def _through_reads(
         self, row: int, number: int, chunks: list[Span], d_out: Tensor, dz: Tensor
     ) -> Tensor | None:
-        """Computes dZ_i = read · dO_i M_i, rebuilding the carry in order; returns the last chunk's carry."""
+        """Rebuilds the carry, computes dZ_i = read · dO_i M_i, and returns the last chunk's carry."""
         carry = self.start_carry(row, number)
         for chunk in chunks:
             here = slice(*chunk)
@@ -315,8 +315,8 @@ class Walk:
     ) -> None:
         """Walks from the last chunk, which read `carry`, to the first.
 
-        `d_carry` accumulates the carry's gradient from later reads, which is the gradient of each chunk's
-        write.
+        `d_carry` accumulates the gradient of the carry from later reads. At each chunk it is the gradient of
+        that chunk's write.
         """
         for chunk in reversed(chunks):
             if self.is_written(chunk, row, number):

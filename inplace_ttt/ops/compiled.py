@@ -1,6 +1,6 @@
-"""The op for torch.compile: custom operators over tensors, because a graph holds no Python layout object.
+"""The op for torch.compile, as custom operators over tensors. A graph cannot hold a Python layout object.
 
-When the graph runs and the documents are known, the operators run the same code as eager mode.
+The documents are known only when the graph runs. The operators then run the same code as eager mode.
 
     z        [B, T, h]
     v        [B, T, d]
@@ -57,7 +57,10 @@ def fast_weight(
     rule: Rule,
     gate: Tensor | None,
 ) -> Tensor:
-    """Returns the outputs [B, T, d]; arguments as in `inplace_ttt.ops.fast_weight`, for a `TracedLayout`."""
+    """Returns the outputs [B, T, d] for a `TracedLayout`.
+
+    The other arguments are those of `inplace_ttt.ops.fast_weight`.
+    """
     if isinstance(clip, float | int):
         clip = torch.full((), clip, dtype=state_dtype(z.dtype), device=z.device)
     return read(
@@ -88,7 +91,7 @@ def read(
     z: Tensor, v: Tensor, weight: Tensor | None, gate: Tensor | None, tau: Tensor | None, spans: Tensor,
     length: int, chunk_size: int, eta: float, rule: str,
 ) -> Tensor:  # fmt: skip
-    """Returns the outputs [B, T, d] over the documents `spans`; `weight` is given only if it is fused."""
+    """Returns the outputs [B, T, d] over the documents `spans`. `weight` is None unless the form is fused."""
     layout, of = _layout_of(spans, z.shape[0], length, chunk_size), rule_of_text(rule)
     if isinstance(of, RidgeRule):
         return least_squares.fast_weight(z, v, eta=eta, layout=layout, clip=tau, rule=of, gate=gate)[0]

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 
 def chunk_conv(x: Tensor, conv: Tensor, chunk_ids: Tensor, first_tap: int) -> Tensor:
-    """Computes `inplace_ttt.ops.chunk_conv`; chunk_ids [B, T] is -1 for padding, whose output is zero."""
+    """Computes `inplace_ttt.ops.chunk_conv`. chunk_ids [B, T] is -1 for padding, whose output is zero."""
     return _ChunkConv.apply(x, conv, chunk_ids, first_tap)
 
 
@@ -40,7 +40,7 @@ class _ChunkConv(torch.autograd.Function):
         for tap, (here, there, inside) in enumerate(_taps(chunk_ids, ctx.first_tap, conv.shape[-1])):
             grad = torch.where(inside, d_out[:, here], 0)
             dx[:, there].addcmul_(grad, conv[:, 0, tap])
-            source = torch.where(inside, x[:, there], 0)  # padding may hold anything, NaN included
+            source = torch.where(inside, x[:, there], 0)  # padding may contain any value, also NaN
             d_conv[:, 0, tap] = (grad * source).sum(
                 dim=(0, 1), dtype=torch.float32 if x.dtype != torch.float64 else None
             )

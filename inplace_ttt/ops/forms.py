@@ -24,12 +24,12 @@ class Form:
     """The fast code of a rule.
 
     Attributes:
-        fast_weight: Returns the outputs and the final state or None; arguments as in
+        fast_weight: Returns the outputs and the final state or None. Its arguments are those of
             `inplace_ttt.ops.fast_weight`.
         sum_of_writes: Returns the state after the complete chunks of one span per row.
         readout: Returns the matrix [..., d, r] that keys are multiplied by, from states [..., ·, r].
-        read_once: Returns the reads of keys [..., n, r] from such states, cheaper than a readout if n < d.
-            None if a readout costs nothing.
+        read_once: Returns the reads of keys [..., n, r] from states, more cheaply than with a readout if
+            n < d. None if a readout costs nothing.
     """
 
     fast_weight: Callable[..., tuple[Tensor, Tensor | None]]
@@ -91,7 +91,7 @@ def _by_ridge(
 
 
 def _traced(given: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of a traced call, which starts from a zero state and returns none."""
+    """Returns the arguments of a traced call. Such a call starts from a zero state and returns no state."""
     return {name: given[name] for name in ("eta", "layout", "clip")}
 
 

@@ -1,7 +1,8 @@
-"""Ridge regression from sums (extension): a read uses the best linear map from keys to targets so far.
+"""Ridge regression from sums (extension). A read uses the best linear map from keys to targets so far.
 
-The state is two sums in one matrix [d + r, r], B = Σ c_j V_jᵀK_j above G = Σ c_j K_jᵀK_j. Therefore every
-property of the paper's sum also holds for it. A chunk is read with M = B (G + λI)⁻¹, which minimizes
+The state is two sums in one matrix [d + r, r], B = Σ c_j V_jᵀK_j above G = Σ c_j K_jᵀK_j. It is a sum over
+chunks, as in the paper, so it can be reset, split over ranks and streamed in the same way. A chunk is read
+with M = B (G + λI)⁻¹, which minimizes
 
     Σ c_j ‖V_j - K_jMᵀ‖² + λ‖M‖²
 
@@ -20,11 +21,11 @@ For the keys K of a chunk:
 
 Only the symmetric part of dG counts: for G = KᵀK the gradient of K is K (dG + dGᵀ).
 
-A gate β weighs tokens: M minimizes a sum that counts token t β_t times. Both products then have βK_j as their
+With a gate β, M minimizes a sum in which token t counts β_t times. Both products then have βK_j as their
 second factor.
 
-The gradient of the sums reaches earlier chunks as a sum that runs backward. Chunks are walked in groups, with
-one running sum, and nothing is stored per chunk (`least_squares_walk`).
+In the backward, the gradient of the sums is itself a sum, which runs from the last chunk to the first. Chunks
+are processed in groups with one running sum, and nothing is stored per chunk (`least_squares_walk`).
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ def fast_weight(
 ) -> tuple[Tensor, Tensor | None]:
     """Returns η K_i M_iᵀ [B, T, d] and the final state [B, d + r, r], or None without `return_state`.
 
-    Keys k [B, T, r], targets v [B, T, d]. Other arguments as in `inplace_ttt.ops.fast_weight`.
+    k are the keys [B, T, r], v the targets [B, T, d]. The other arguments are those of
+    `inplace_ttt.ops.fast_weight`.
     """
     out, state = _LeastSquares.apply(k, v, gate, initial_state, float(eta), clip, rule, layout, return_state)
     return out, state if return_state else None
@@ -66,7 +68,7 @@ def sum_of_writes(
     k: Tensor, v: Tensor, spans: Sequence[Span | None], *, layout: ChunkLayout, rule: RidgeRule,
     clip: float | Tensor | None = None, gate: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Returns the state [B, d + r, r] after the complete chunks of one span per row; zero without a span.
+    """Returns the state [B, d + r, r] after the complete chunks of one span per row, or zero without a span.
 
     Each span starts at a chunk's first token. Differentiable once in k [B, T, r], v [B, T, d] and gate [B,
     T].

@@ -1,4 +1,4 @@
-"""The walk over chunks for ridge regression: running sums, solves and their gradients (see `least_squares`).
+"""The loop over chunks for ridge regression, with running sums, solves and gradients (see `least_squares`).
 
 Shapes:
 
@@ -25,15 +25,17 @@ from .products import Operand, product
 from .reference import clip_factor
 
 _SUMS_BYTES = 1 << 29
-"""Bytes of a GPU's memory for the sums of the chunks of one batch. Their gradients, factors and parts take
-four times as much in addition."""
+"""Bytes of a GPU's memory for the sums of the chunks of one batch.
+
+Their gradients, factors and parts need four times as much in addition.
+"""
 
 
 def chunks_together(device: torch.device, state_bytes: int) -> int:
     """Returns the number of chunks whose products and factorizations are computed in one batch.
 
-    One on a CPU, which a single chunk keeps busy. On a GPU as many states of `state_bytes` bytes as fit into
-    the memory limit.
+    It is one on a CPU, since a single chunk keeps a CPU busy. On a GPU it is the number of states of
+    `state_bytes` bytes that fit into the memory limit.
     """
     return 1 if device.type == "cpu" else max(_SUMS_BYTES // state_bytes, 1)
 
@@ -44,7 +46,7 @@ _Step = tuple[Tensor | Operand, Tensor | Operand, float]
 
 @dataclass(frozen=True)
 class Group:
-    """Consecutive chunks of a document: complete ones, or the incomplete last chunk alone."""
+    """Consecutive complete chunks of a document, or its incomplete last chunk alone."""
 
     start: int
     stop: int
@@ -58,7 +60,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Gradients:
-    """Gradients of keys (in the sums' precision), targets and, if present, the gate; zero at the start."""
+    """Gradients of keys (in the sums' precision), targets and, if present, the gate. They start at zero."""
 
     k: Tensor
     v: Tensor
@@ -117,9 +119,9 @@ class Walk:
         d_initial = None if self.initial_state is None else torch.zeros_like(self.initial_state)
         for row, documents in enumerate(self.layout.documents):
             if d_initial is not None and d_state is not None and not documents:
-                d_initial[row] = d_state[row]  # a row of padding returns its initial state
-            # In the sums' precision. After few writes most of a solved key is orthogonal to the keys written,
-            # and its rounding error would be most of dV.
+                d_initial[row] = d_state[row]  # the final state of a row of padding is its initial state
+            # Solved keys have the sums' precision. After few writes, most of a solved key is orthogonal to
+            # the keys written, and in lower precision its rounding error would be most of dV.
             solved = self.k.new_empty(self.k.shape[1:], dtype=self.dtype)
             for number, document in enumerate(documents):
                 if not self.matters(row, number):
@@ -133,13 +135,13 @@ class Walk:
                 if d_initial is not None and number == 0:
                     d_initial[row] = d_sums
                     by_reads = d_sums[self.d :] - handed_on[self.d :]
-                    d_initial[row, self.d :] += (by_reads.mT - by_reads) / 2  # its symmetric part
+                    d_initial[row, self.d :] += (by_reads.mT - by_reads) / 2  # keeps the symmetric part
         return into.k.to(self.k.dtype), into.v, into.gate, d_initial
 
     def through_reads(
         self, row: int, number: int, groups: list[Group], d_out: Tensor, y: Tensor, x: Tensor
     ) -> None:
-        """Fills in a row's Y and X, [T, r], rebuilding the sums in order.
+        """Rebuilds the sums in order, and computes a row's Y and X, [T, r].
 
         X is the part of dK that comes from reads.
         """
@@ -167,7 +169,7 @@ class Walk:
         Returns the gradient [d + r, r] of the sums before the document's first chunk.
         """
         for group in reversed(groups):
-            # the gradients of the sums after each chunk of the group, the last one's first
+            # the gradients of the sums after each chunk of the group, from the last chunk to the first
             after, before = d_sums[None], d_sums
             if self.may_read(row, number, group):
                 of_keys, of_grads = (self.operand(self.turned(rows, group)) for rows in (y, into.k[row]))
@@ -185,7 +187,7 @@ class Walk:
     def through_write(self, row: int, group: Group, d_after: Tensor, into: Gradients) -> None:
         """Adds to dK, and sets dV and dβ, for chunks that were added to sums.
 
-        d_after: the gradients of those sums [n, d + r, r], the last chunk's first.
+        d_after: the gradients of those sums [n, d + r, r], from the last chunk to the first.
         """
         keys, values = (self.turned(x[row], group) for x in (self.k, self.v))
         counts = None if self.gate is None else self.turned(self.gate[row], group)[..., None]
@@ -217,7 +219,7 @@ class Walk:
     def sums_around(self, row: int, number: int, group: Group, state: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the sums before each chunk of a group [n, d + r, r], and after all of them [d + r, r].
 
-        The group is added only if something reads it; otherwise both are the given state.
+        The group is added only if something reads its writes. Otherwise both results are the given state.
         """
         return (
             self.with_writes(row, group, state)
@@ -226,7 +228,7 @@ class Walk:
         )
 
     def with_writes(self, row: int, group: Group, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the same as `sums_around`, for complete chunks that are written."""
+        """Returns the result of `sums_around`, for complete chunks that are written."""
         keys, values = self.of(self.k[row], group), self.of(self.v[row], group)
         written = (
             keys if self.gate is None else keys.to(self.dtype) * self.of(self.gate[row], group)[..., None]
@@ -241,8 +243,8 @@ class Walk:
     ) -> tuple[Tensor, Tensor]:
         """Returns the sums before each of n steps [n, d + r, r] and after all of them [d + r, r].
 
-        The sums start at `first`. A step is B above G. Each of them is a product of two matrices [n, ·, ·]
-        times a number. The clip depends on B.
+        The sums start at `first`. A step consists of B above G. Both B and G are products of two matrices
+        [n, ·, ·], times a number. The clip depends on B.
         """
         n = len(above[0].parts[0] if isinstance(above[0], Operand) else above[0])
         sums = first.new_empty(n + (n > 1), self.d + self.r, self.r)
@@ -267,8 +269,8 @@ class Walk:
     def groups(self, document: Span) -> Iterator[Group]:
         """Yields a document's groups in order.
 
-        The first chunk is alone, because it may have nothing to read. The incomplete last chunk comes last,
-        alone.
+        The first chunk forms its own group, because it may have nothing to read. So does the incomplete last
+        chunk.
         """
         start, stop = document
         size = self.layout.chunk_size
@@ -300,7 +302,7 @@ class Walk:
     def is_written(self, row: int, number: int, group: Group) -> bool:
         """Returns True if something reads the group's writes.
 
-        The reader is another chunk of the group, a later group, or the caller who receives the state.
+        The reader may be another chunk of the group, a later group, or the caller that receives the state.
         """
         is_last = group.stop == self.layout.documents[row][number][1]
         return group.is_complete and (group.chunks > 1 or not is_last or self.hands_on(row, number))
@@ -324,7 +326,7 @@ class Walk:
         return x[group.here].unflatten(0, (group.chunks, -1))
 
     def turned(self, x: Tensor, group: Group) -> Tensor:
-        """Returns the same as `of`, from the last chunk to the first."""
+        """Returns the chunks of `of` from the last to the first."""
         chunks = self.of(x, group)
         return chunks.flip(0) if group.chunks > 1 else chunks
 

@@ -1,8 +1,8 @@
-"""The normal equations of ridge regression: rows (G + λI)⁻¹ for a sum G of KᵀK, by Cholesky factorization.
+"""The normal equations of ridge regression. They compute rows (G + λI)⁻¹ for a sum G of KᵀK.
 
-L is the Cholesky factor of G + λI. A CPU solves with L block by block. A GPU would wait for each of those
-blocks. There L⁻¹ is computed for as many matrices in one batch as fit into memory, and rows (G + λI)⁻¹ =
-(rows L⁻ᵀ) L⁻¹ is two products.
+L is the Cholesky factor of G + λI. A CPU solves with L block by block. A GPU would have to wait for each of
+these blocks. So on a GPU L⁻¹ is computed, for as many matrices in one batch as fit into memory. Two products
+then compute rows (G + λI)⁻¹ = (rows L⁻ᵀ) L⁻¹.
 
     gram, L, L⁻¹    [..., r, r]        the state's dtype
     rows            [..., n, r]
@@ -24,8 +24,11 @@ from .precision import in_full_precision
 from .products import Operand, product
 
 _CROWDED = 512
-"""Columns with a multiple of this many numbers share few lines of a CPU's cache. A Cholesky factor of size
-1,024 takes two thirds longer."""
+"""Matrix sizes that are a multiple of this number are padded on a CPU.
+
+Their columns share few lines of the CPU's cache. A Cholesky factor of size 1,024 then takes two thirds
+longer.
+"""
 
 
 def by_products(gram: Tensor) -> bool:
@@ -35,7 +38,7 @@ def by_products(gram: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Factor:
-    """The factor L of G + λI [..., r, r], on a CPU padded by a few directions; or L⁻¹ as an `Operand`."""
+    """The factor L of G + λI [..., r, r] (on a CPU padded by a few directions), or L⁻¹ as an `Operand`."""
 
     matrix: Tensor | Operand
 
@@ -49,8 +52,8 @@ class Factor:
             else of[0].to(self.matrix.dtype)
         )
         r, more = rows.shape[-1], self.matrix.shape[-1] - rows.shape[-1]
-        # Solving from the right leaves the rows in place. On a CPU it takes half to two thirds of the time of
-        # `cholesky_solve` on their transpose.
+        # A solve from the right needs no transpose of the rows. On a CPU it takes half to two thirds of the
+        # time of `cholesky_solve` on the transpose.
         half = torch.linalg.solve_triangular(
             self.matrix.mT, pad(rows, (0, more)) if more else rows, upper=True, left=False
         )
@@ -66,9 +69,9 @@ class Factor:
 def factor(gram: Tensor, ridge: float, beside: torch.dtype | None = None) -> Factor:
     """Factors G + λI for G [..., r, r]. The factor is NaN where G + λI is not positive definite.
 
-    λ is increased by 8 ε tr G (1e-6 tr G in float32), a bound on the sum's rounding error. The gradient
-    treats the increase as a constant. Without it, one key that is written a hundred thousand times would hide
-    a small λ.
+    λ is increased by 8 ε tr G (1e-6 tr G in float32), a bound on the rounding error of G. The gradient treats
+    the increase as a constant. Without the increase, rounding would hide a small λ after one key was written
+    a hundred thousand times.
 
     On a CPU, sizes that would share few cache lines are padded by a few directions that no key uses.
 
@@ -85,9 +88,9 @@ def factor(gram: Tensor, ridge: float, beside: torch.dtype | None = None) -> Fac
     if by_inverse:
         inverse = triton.inverse_factor(damped.view(-1, *damped.shape[-2:]))
         return Factor(Operand.of(inverse, beside or gram.dtype))
-    # `failed` is not read on the host, because that would wait for the GPU
+    # the host does not read `failed`, because it would have to wait for the GPU
     matrix, failed = torch.linalg.cholesky_ex(damped)
-    # a NaN on the diagonal reaches every solution, because every solve divides by each diagonal entry
+    # a NaN on the diagonal makes every solution NaN, because a solve divides by each diagonal entry
     matrix.diagonal(dim1=-2, dim2=-1).add_(torch.where(failed == 0, 0.0, torch.nan)[..., None])
     return Factor(matrix)
 
@@ -102,7 +105,7 @@ def readout(state: Tensor, rule: RidgeRule) -> Tensor:
 def read_once(state: Tensor, keys: Tensor, rule: RidgeRule) -> Tensor:
     """Returns the reads [..., n, d], without η, of keys [..., n, r] from a state [..., d + r, r].
 
-    The result has the state's dtype. This takes n solves; computing M takes d.
+    The result has the state's dtype. It needs n solves, where the matrix M needs d solves.
     """
     r = state.shape[-1]
     with in_full_precision(state.device):

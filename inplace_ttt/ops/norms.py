@@ -1,6 +1,8 @@
-"""Norms of TTT-NTP (extension): a write by its spectral norm, each row of a read by W0's row norm.
+"""Norms of TTT-NTP (extension).
 
-Differentiable. Shapes: delta, state S and U = W0 + ηS [..., d, h], w0 [d, h], row factors [..., d, 1].
+A write is divided by its spectral norm. A read scales each row of W0 + ηS to the norm of W0's row. All
+functions are differentiable. Shapes: delta, state S and U = W0 + ηS [..., d, h], w0 [d, h], row factors [...,
+d, 1].
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ _POWER_STEPS, _LEAST_NORM, _LEAST_LENGTH, _LEAST_ROW = 5, 1e-6, 1e-8, 1e-5
 def spectral_norm(delta: Tensor) -> Tensor:
     """Estimates σ̂ [..., 1, 1], the spectral norm of deltas D [..., d, h], at least 1e-6.
 
-    It is uᵀDv after five steps of power iteration from the mean row.
+    The estimate is uᵀDv after five steps of power iteration from the mean row.
     """
     v = normalize(delta.mean(dim=-2, keepdim=True).mT, dim=-2, eps=_LEAST_LENGTH)
     u = delta @ v

@@ -31,7 +31,7 @@ def emulated(dtype: torch.dtype) -> bool:
 
 
 _LARGE = 10**7
-"""Parameters from which on a user notices slow products."""
+"""Number of parameters from which a user notices slow products."""
 
 
 def note_on_emulation(dtype: torch.dtype, parameters: int, remedy: str) -> str | None:
@@ -40,21 +40,21 @@ def note_on_emulation(dtype: torch.dtype, parameters: int, remedy: str) -> str |
     Args:
         dtype: The model's dtype.
         parameters: Number of the model's parameters.
-        remedy: The end of the warning: how to set float32.
+        remedy: The end of the warning, which explains how to set float32.
     """
     if torch.cuda.is_available() or parameters < _LARGE or not emulated(dtype):
         return None
     short = str(dtype).removeprefix("torch.")
     return (
-        f"this processor lacks instructions for {short}, and computes several times slower in it than "
+        f"this processor lacks instructions for {short}, and computes several times more slowly in it than "
         f"in float32; {remedy}."
     )
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Returns a context without autocast, which would compute the state in half precision.
+    """Returns a context without autocast. Autocast would compute the state in half precision.
 
-    The meta device, on which `plan` runs the op, does not support autocast; there the context does nothing.
+    The meta device, on which `plan` runs the op, does not support autocast. The context then does nothing.
     """
     return contextlib.nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
@@ -62,7 +62,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
 class _WholeFloat32:
     """A context, shared by threads, in which a GPU multiplies float32 in full precision.
 
-    torch's setting holds for the whole process. So the first thread to enter sets it, and the last one to
+    torch's setting applies to the whole process. So the first thread to enter sets it, and the last thread to
     leave restores it.
     """
 
@@ -98,7 +98,7 @@ _whole_float32 = _WholeFloat32()
 def in_full_precision(device: torch.device) -> Iterator[None]:
     """A context in which float32 products are computed in float32, without autocast or TF32.
 
-    A trainer may have switched TF32 on for a GPU. TF32 products are too inexact for a Cholesky factor.
+    A trainer may have enabled TF32 on a GPU. TF32 products are too inexact for a Cholesky factor.
     """
     with without_autocast(device), _whole_float32 if device.type == "cuda" else contextlib.nullcontext():
         yield
@@ -107,8 +107,8 @@ def in_full_precision(device: torch.device) -> Iterator[None]:
 def in_range(matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """Converts a state's matrix to a narrower dtype, with a factor that keeps float16 in range.
 
-    Only float16 needs the factor, a power of two. Reads use ηS, and S itself may leave float16's range, 6e-8
-    to 65,504.
+    Only float16 needs the factor, a power of two. Reads use ηS, but S itself may leave float16's range of
+    6e-8 to 65,504.
 
     Args:
         matrix: A matrix [..., d, h] of the state.

@@ -26,8 +26,8 @@ class Operand:
     def of(cls, x: Tensor, beside: torch.dtype) -> Operand:
         """Makes x an operand for products with matrices of dtype `beside`.
 
-        x is split in two parts if a GPU multiplies such a pair in bfloat16. The parts hold 16 of float32's 24
-        bits; one bfloat16 tensor would hold 8.
+        x is split in two parts if a GPU multiplies the parts in bfloat16. Together they hold 16 of float32's
+        24 bits, where one bfloat16 tensor would hold 8.
         """
         return cls(triton.halves(x)) if splits(x, beside) else cls((x,))
 
@@ -49,8 +49,8 @@ def product(
 ) -> Tensor:
     """Computes alpha · a @ b in the state's dtype, into `out` if given.
 
-    A GPU's tensor cores multiply bfloat16 and float16 directly and accumulate in float32. Of two split
-    operands, the product of both low parts is left out.
+    A GPU's tensor cores multiply bfloat16 and float16 directly and accumulate in float32. If both operands
+    are split, the product of the two low parts is left out.
     """
     a_parts, b_parts = (x.parts if isinstance(x, Operand) else (x,) for x in (a, b))
     pairs = [(x, y) for i, x in enumerate(a_parts) for j, y in enumerate(b_parts) if i + j < 2]

@@ -1,7 +1,7 @@
-"""The law: In-Place TTT as a plain sequential loop (paper Eq. (1), Algorithm 1). Slow and differentiable.
+"""The definition of In-Place TTT as a plain sequential loop (paper Eq. (1), Algorithm 1).
 
-Shapes: z [B, T, h], v [B, T, d], W0 [d, h], gate [B, T], state [B, d, h] or, under the ridge rule, [B, d + h,
-h]. Every other form of the op must agree with this one.
+It is slow and differentiable. Every other form of the op must agree with it. Shapes: z [B, T, h], v [B, T,
+d], W0 [d, h], gate [B, T], and state [B, d, h], or [B, d + h, h] under the ridge rule.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def write_factor(delta: Tensor, clip: float | Tensor | None, rule: Rule) -> Tens
 
 
 def written(values: Tensor, keys: Tensor, counted: Tensor, clip: float | Tensor | None, rule: Rule) -> Tensor:
-    """Returns the amount [·, h] that a chunk adds to a state.
+    """Returns the matrix [·, h] that a chunk adds to a state.
 
     Args:
         values: Targets [C, d].
         keys: Keys [C, h].
         counted: The keys [C, h], each times its gate.
         clip: Largest Frobenius norm of VᵀZ, or None.
-        rule: Under the ridge rule KᵀK is stacked below VᵀK.
+        rule: The update rule. Under the ridge rule KᵀK is stacked below VᵀK.
     """
     delta = values.T @ counted
     factor = write_factor(delta, clip, rule)
@@ -61,14 +61,15 @@ def fast_weight(
     gate: Tensor | None = None,
     keep_norms_of: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the outputs [B, T, d] and the final state; arguments as in `inplace_ttt.ops.fast_weight`.
+    """Returns the outputs [B, T, d] and the final state.
 
-    The final state is [B, d, h], or [B, d + h, h] under the ridge rule.
+    The final state is [B, d, h], or [B, d + h, h] under the ridge rule. The arguments are those of
+    `inplace_ttt.ops.fast_weight`.
     """
     accurate = state_dtype(z.dtype)
     keys, values = z.to(accurate), v.to(accurate)
     w0 = keys.new_zeros(v.shape[-1], z.shape[-1]) if weight is None else weight.to(accurate)
-    out = keys @ w0.T  # padding keeps this; documents are overwritten below
+    out = keys @ w0.T  # the outputs of padding; those of documents are overwritten below
     kept = None if keep_norms_of is None else keep_norms_of.to(accurate)
     empty = w0.new_zeros(rule.state_rows(*w0.shape), w0.shape[1])
     states = []
@@ -93,9 +94,9 @@ def _read(state: Tensor, rule: Rule) -> Tensor:
     """Returns the matrix M [d, h] that keys are multiplied by.
 
     Under the sum rule M is the state itself, the sum B of VᵀZ. Under the ridge rule M minimizes Σ ‖V - ZMᵀ‖²
-    + λ‖M‖². The state then also holds the sum G of ZᵀZ below B, and the normal equations give M = B (G +
-    λI)⁻¹. λ is increased by 8 ε tr G, a bound on the rounding error of G; the gradient treats the increase as
-    a constant.
+    + λ‖M‖². The state then also holds the sum G of ZᵀZ below B, and M = B (G + λI)⁻¹ by the normal equations.
+    λ is increased by 8 ε tr G, a bound on the rounding error of G. The gradient treats the increase as a
+    constant.
     """
     if not isinstance(rule, RidgeRule):
         return state

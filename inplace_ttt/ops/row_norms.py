@@ -1,8 +1,9 @@
-"""The form that keeps W0's row norms in each read (extension): `chunked`'s walk with the raw sum S as carry.
+"""The form that keeps W0's row norms in each read (extension). It is the walk of `chunked` over the raw sum
+S.
 
-A chunk is read with M = (diag(s)(W0 + ηS) - W0)/η, so that Z W0ᵀ + η Z Mᵀ = Z (diag(s)(W0 + ηS))ᵀ. Writes,
-resets and the sum over ranks do not change. The backward subtracts each write again to recover the S that a
-chunk had read, so it stores nothing per chunk.
+A chunk is read with M = (diag(s)(W0 + ηS) - W0)/η. Then Z W0ᵀ + η Z Mᵀ = Z (diag(s)(W0 + ηS))ᵀ. Writes,
+resets and the sum over ranks do not change. The backward subtracts each write again, which recovers the S
+that each chunk had read. So it stores nothing per chunk.
 
     z       [B, T, h]
     v       [B, T, d]
@@ -41,7 +42,8 @@ def fast_weight(
 ) -> tuple[Tensor, Tensor | None]:
     """Returns η Z_i M_iᵀ [B, T, d], to be added to Z W0ᵀ, and the final state [B, d, h] if `return_state`.
 
-    Arguments as in `inplace_ttt.ops.fast_weight`; `w0` [d, h] is the matrix whose row norms are kept.
+    The arguments are those of `inplace_ttt.ops.fast_weight`. `w0` [d, h] is the matrix whose row norms are
+    kept.
     """
     out, state = _KeepingRowNorms.apply(z, v, w0, initial_state, float(eta), clip, layout, return_state, rule)
     return out, state if return_state else None

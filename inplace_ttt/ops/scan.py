@@ -1,18 +1,19 @@
-"""The op over a sequence split across ranks (paper §3.4, Algorithm 1): sum locally, scan, apply locally.
+"""The op over a sequence split across ranks (paper §3.4, Algorithm 1).
 
-Rank r of P holds tokens [r·T/P, (r+1)·T/P) of every row:
+Each rank sums its writes, the ranks exchange sums in a scan, and each rank reads its chunks. Rank r of P
+holds tokens [r·T/P, (r+1)·T/P) of every row:
 
     z                 [B, T/P, h]
     v                 [B, T/P, d]
     sums              [B, d, h]        writes of the rank's last document, which may continue on the next rank
-    links             [B, P+1, P+1]    0 or 1: the sums (columns) that each rank's start (row) adds up
+    links             [B, P+1, P+1]    1 if a rank's start (row) includes a sum (column), else 0
     start, final      [B, d, h]
 
 Under the ridge rule d + h replaces d in sums, start and final. A rank's starting state is a sum of earlier
-ranks' sums, given by the 0/1 matrix `ChunkLayout.links`. The gradient is given by its transpose. Each rank
-computes the starting states for one slice of d. One all-to-all collects that slice from all ranks, a second
-returns the results. So a rank sends less than 2·d·h numbers for any P. One document over three ranks, with a,
-b, c for the three slices of d:
+ranks' sums, which the 0/1 matrix `ChunkLayout.links` selects. The backward uses the transposed matrix. Each
+rank computes the starting states for one slice of d. One all-to-all collects that slice from all ranks, and a
+second one returns the results. So a rank sends less than 2·d·h numbers for any P. Example: one document over
+three ranks, with a, b, c for the three slices of d.
 
                   rank 0             rank 1             rank 2
     local sums    Σ0                 Σ1                 Σ2                 [d, h]
@@ -67,7 +68,7 @@ def fast_weight_across_ranks(
     keep_norms_of: Tensor | None = None,
     return_state: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Computes `fast_weight` for this rank's part of each row. A collective call, also in its backward.
+    """Computes `fast_weight` for this rank's part of each row. All ranks must call it, forward and backward.
 
     Args:
         z: This rank's keys [B, T/P, h].
@@ -77,7 +78,7 @@ def fast_weight_across_ranks(
         layout: The layout of the full rows of T tokens.
         group: The process group whose P ranks share each row.
         initial_state: The full rows' state, equal on every rank: [B, d, h], or [B, d + h, h] under the ridge
-            rule. The ranks' gradients of it add up to the full gradient.
+            rule. The sum of its gradients over the ranks is the full gradient.
         clip: As in `fast_weight`.
         rule: As in `fast_weight`.
         gate: This rank's gate [B, T/P].
@@ -85,7 +86,7 @@ def fast_weight_across_ranks(
         return_state: True also returns the full rows' final state, equal on every rank.
 
     Returns:
-        This rank's outputs [B, T/P, d]. With `return_state` a pair: the outputs and the state.
+        This rank's outputs [B, T/P, d]. With `return_state`, a pair of the outputs and the state.
 
     Raises:
         InPlaceTTTError: If a border between ranks would cut a chunk.
@@ -112,7 +113,7 @@ def fast_weight_across_ranks(
 def _links(
     layout: ChunkLayout, ranks: int, starts: bool, hands_on: bool, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Returns the links that this call uses, on the host and on the device; copied once for all layers.
+    """Returns the links that this call uses, on the host and on the device. All layers share one copy.
 
     starts: the call has an initial state. hands_on: the call returns the final state.
     """
@@ -159,7 +160,7 @@ class _Scan(torch.autograd.Function):
         exchange = _Exchange(some, ctx.group)
         into_start = exchange.all_to_all_into_slices(torch.zeros_like(some) if d_start is None else d_start)
         into_final = torch.zeros_like(into_start[:1])
-        if ctx.wants_final:  # every rank holds the final state, so its gradient is the sum over ranks
+        if ctx.wants_final:  # every rank returns the final state, so its gradient is the sum over ranks
             into_final = exchange.all_to_all_into_slices(
                 torch.zeros_like(some) if d_final is None else d_final
             ).sum(0, keepdim=True)
@@ -198,11 +199,11 @@ class _Exchange:
         return self._slices(whole)[self.rank]
 
     def all_to_all_into_slices(self, whole: Tensor) -> Tensor:
-        """Sends each rank its slice of this rank's matrix; returns slice `rank` of every rank's matrix."""
+        """Sends each rank its slice of this rank's matrix. Returns this rank's slice of all matrices."""
         return self._all_to_all(self._slices(whole))
 
     def all_to_all_back(self, slices: Tensor) -> Tensor:
-        """Returns this rank's matrix [B, d, h], from slices for every rank's matrix: the reverse exchange."""
+        """Reverses the exchange. Returns this rank's matrix [B, d, h] from the slices of all matrices."""
         batch, width, columns = self.slice_shape
         received = self._all_to_all(slices).transpose(0, 1)
         return received.reshape(batch, width * self.ranks, columns)[:, : self.rows].contiguous()

@@ -1,4 +1,4 @@
-"""Binds the Triton kernels of `kernels`: the test of whether they can run here, and the calls.
+"""Binds the Triton kernels of `kernels`. It tests if they can run here, and calls them.
 
 Shapes:
 
@@ -39,8 +39,8 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
 def preferred(device: torch.device, dtype: torch.dtype) -> bool:
     """Returns True if "auto" selects the kernels: in half precision on CUDA, if they can run there.
 
-    Warns once per reason if they cannot. In float32 a product takes so much longer that keeping the running
-    matrix in memory costs nothing by comparison, and cuBLAS is faster.
+    It warns once per reason if they cannot run. In float32, products take so long that the time to store the
+    running matrix in memory is negligible, and cuBLAS is faster.
     """
     if device.type != "cuda" or dtype not in _HALF:
         return False
@@ -78,7 +78,7 @@ def fast_weight(
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the outputs [B, T, d] and the final state [B, d, h], or None without `return_state`.
 
-    Arguments as in `inplace_ttt.ops.fast_weight`.
+    The arguments are those of `inplace_ttt.ops.fast_weight`.
     """
     if isinstance(clip, Tensor):
         clip = clip.detach().to(z.device, torch.float32)
@@ -106,7 +106,7 @@ def factors(device: torch.device) -> bool:
 def inverse_factor(matrices: Tensor) -> Tensor:
     """Returns L⁻¹ [n, r, r] of the Cholesky factors L of float32 matrices [n, r, r], which are overwritten.
 
-    A matrix without a Cholesky factor gives NaN.
+    The result is NaN for a matrix without a Cholesky factor.
     """
     from ..kernels import inverse_factor
 

@@ -82,7 +82,7 @@ class Batch(LogitsProcessor):
                 self.rows[source] = there
 
     def begin(self, row: int, slot: int, read: int) -> tuple[RequestSettings, Snapshot | None]:
-        """Notes the slot of a row's request, and how far it will have read.
+        """Records the slot of a row's request, and how many tokens it will have read.
 
         Args:
             row: the request's index in the batch.
@@ -92,13 +92,13 @@ class Batch(LogitsProcessor):
         Returns:
             The request's settings, and the snapshot that it starts from or None.
         """
-        known = self.rows.get(row) or Row(RequestSettings())  # vLLM warms up with rows that nobody added
+        known = self.rows.get(row) or Row(RequestSettings())  # vLLM warms up with rows that were never added
         start = None if known.settings.start is None else self.snapshots[known.settings.start]
         known.slot, known.tokens = slot, read + (0 if start is None else start.tokens)
         return known.settings, start
 
     def keep(self, name: str) -> Snapshot | None:
-        """Returns the snapshot of the request with this `keep`, once; None if such a request is unknown."""
+        """Returns the snapshot of the request whose `keep` is `name`, once; None if it is unknown."""
         for row in self._keeping(name):
             if row.slot is not None:
                 row.settings = replace(row.settings, keep=None)
@@ -106,7 +106,7 @@ class Batch(LogitsProcessor):
         return self.left.pop(name, None)
 
     def forget(self, name: str) -> None:
-        """Keeps no snapshot of the request with this `keep`."""
+        """Drops the snapshot of the request whose `keep` is `name`, or prevents it."""
         self.left.pop(name, None)
         for row in self._keeping(name):
             row.settings = replace(row.settings, keep=None)

@@ -23,8 +23,10 @@ from tqdm import tqdm
 from ..errors import InPlaceTTTError
 
 _ALONE = 2
-"""Number of requests that `generate` answers in a round: the longest and one of medium length. Its time for a
-request does not depend on others that wait."""
+"""Number of requests that `generate` answers in a round: the longest and one of medium length.
+
+It answers one request at a time, so the requests that wait do not change its time per request.
+"""
 
 
 @dataclass(frozen=True)
@@ -64,9 +66,9 @@ def compare(converted: str, base: str, load: Load) -> dict[str, Any]:
         load: the requests.
 
     Returns:
-        Tokens per second and seconds per request of each contender, and the converted model's ratios of
-        tokens per second to the two others. Each has median, minimum and maximum over rounds. Ratios are
-        taken within rounds.
+        Tokens per second and seconds per request of each contender, and the ratios of the converted model's
+        tokens per second to those of the other two. Each has median, minimum and maximum over rounds. Ratios
+        are computed within rounds.
 
     Raises:
         InPlaceTTTError: if a contender's process ended.

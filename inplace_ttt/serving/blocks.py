@@ -2,7 +2,7 @@
 
 vLLM allocates to every request a block of each kind of cache. It frees the block when the request ends, is
 preempted or aborted. Here, block n stands for slot n of the layers' own tensors (`slots.py`), which hold the
-states. So the block takes no memory of the cache, and blocks keep the size that attention needs. The pool has
+states. So the block uses no memory of the cache, and blocks keep the size that attention needs. The pool has
 one block per slot. A request waits until a slot is free.
 """
 
@@ -69,8 +69,8 @@ class SlotManager(MambaManager):
         return 0 if needed <= self.block_pool.get_num_free_blocks() else self.device_pool.num_gpu_blocks + 1
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
-        """Frees the request's slots here. Returns no blocks, since the caller frees them to the device's
-        pool."""
+        """Frees the request's slots here. Returns no blocks, since the caller would free them to the
+        device's pool."""
         self.block_pool.free_blocks(reversed(super().pop_blocks_for_free(request_id)))
         return []
 
@@ -78,7 +78,7 @@ class SlotManager(MambaManager):
 @register_kv_cache_spec(manager_class=SlotManager)
 @dataclass(frozen=True, kw_only=True)
 class SlotSpec(MambaSpec):
-    """The kind of cache that slots are.
+    """The kind of cache as which vLLM allocates slots.
 
     Attributes:
         slots: the number of slots, including slot 0.

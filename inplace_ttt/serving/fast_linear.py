@@ -1,4 +1,4 @@
-"""vLLM's down-projection as a fast weight: its own forward, plus the reads of the slots' states."""
+"""vLLM's down-projection as a fast weight: vLLM's own output, plus the reads of the slots' states."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def memories_of(engine: EngineClient) -> Memories | InPlaceTTTError:
             raise InPlaceTTTError("memories work with one engine; leave --data-parallel-size out.")
         if config.scheduler_config.async_scheduling:
             raise InPlaceTTTError(
-                "memories need --no-async-scheduling; otherwise a memory may have read a token too many."
+                "memories need --no-async-scheduling; otherwise a memory may have read one token too many."
             )
         ttt = ttt_config(config)
         return Memories(
@@ -246,7 +246,7 @@ class Asked:
         if freeze and memory is None:
             raise Refused("freeze does nothing without a memory; leave it out, or name one.", 400)
         if memory is not None and ttt == "off":
-            raise Refused("with ttt off no memory is read; leave one of the two out.", 400)
+            raise Refused("with ttt off no memory is read; leave out ttt or memory.", 400)
         if values.get("use_beam_search") and (memory is not None or ttt == "off"):
             raise Refused("beam search supports neither memory nor ttt; leave use_beam_search out.", 400)
         if memory is not None and not freeze:
@@ -254,7 +254,7 @@ class Asked:
         return cls(memory, freeze, ttt == "off")
 
     def told(self, values: dict[str, Any], turn: Turn | None) -> dict[str, Any]:
-        """Returns the request's JSON body for vLLM: our fields become `vllm_xargs` and a `cache_salt`."""
+        """Returns the request's JSON body for vLLM, with our fields as `vllm_xargs` and a `cache_salt`."""
         start, keep = (None, None) if turn is None else (turn.start, turn.keep)
         settings = RequestSettings(self.off, start, keep, salted=True)
         told = {name: value for name, value in values.items() if name not in _OURS}
@@ -280,7 +280,9 @@ def _refuse_several(values: dict[str, Any]) -> None:
             )
     if values.get("stop"):
         raise Refused(
-            "a stop string is found only after more tokens are read; use stop_token_ids, or set freeze.", 400
+            "a stop string is found only after the memory has read more tokens; use stop_token_ids, or set "
+            "freeze.",
+            400,
         )
 
 
@@ -310,7 +312,7 @@ async def _body(receive: Receive) -> bytes:
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """Returns a `receive` that gives the body first, then the client's further messages."""
+    """Returns a `receive` that returns the body first, then the client's further messages."""
     first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Message:
@@ -322,8 +324,8 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
 class _Exchange:
     """A request and its response. The end of the response waits until the memory is updated.
 
-    So a client that has its answer finds it in the memory, or gets an error if the update failed. For the
-    client a stream ends with the event [DONE], after which it may disconnect.
+    So once a client has its answer, the memory contains it. If the update failed, the client gets an error.
+    For the client, a stream ends with the event [DONE], after which it may disconnect.
     """
 
     def __init__(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send, turn: Turn | None) -> None:

@@ -1,6 +1,6 @@
 """The server's side of memories: a user and a name map to a snapshot in the workers.
 
-A snapshot never changes. A request starts from its memory's current snapshot, and its end makes a new one.
+A snapshot never changes. A request starts from its memory's current snapshot, and makes a new one at its end.
 Other requests that started from the old snapshot still read the old one. If snapshots take too much of the
 workers' memory, the least recently used memories are moved to disk.
 """
@@ -69,7 +69,7 @@ class Memories:
 
     Args:
         engine: the engine whose workers hold the snapshots.
-        only_reads: the engine cannot write fast weights, because they are loss gradients.
+        only_reads: True if the engine cannot write fast weights, because the writes are loss gradients.
 
     Raises:
         InPlaceTTTError: if the folder is not writable.
@@ -84,7 +84,7 @@ class Memories:
             cut_off.unlink(missing_ok=True)
         self._users: dict[str, dict[str, Memory]] = {}
         self._about: dict[str, Mapping[str, int]] = {}
-        # per snapshot: the memories that it belongs to, and the requests that started from it
+        # per snapshot: the number of memories and of requests that use it
         self._uses: Counter[str] = Counter()
         self._clock = itertools.count(1)
 
@@ -128,8 +128,8 @@ class Memories:
         """
         if self.only_reads and not freeze:
             raise Refused(
-                "this model writes by loss gradients, which vLLM cannot compute; read the text by Session, "
-                "upload its file to /v1/memories/NAME/file, and set freeze.",
+                "this model writes loss gradients, which vLLM cannot compute; read the text with Session, "
+                "upload the session's file to /v1/memories/NAME/file, and set freeze.",
                 400,
             )
         memory = self.find(user, name) if freeze else await self._own(user, name)
@@ -220,7 +220,7 @@ class Memories:
         """Copies a memory's current content to the new name `to`. The two are independent from then on.
 
         Raises:
-            Refused: if there is a memory of the new name.
+            Refused: if a memory of the new name exists.
         """
         self.find(user, name)
         copy = await self._own(user, to)
@@ -312,7 +312,7 @@ class Memories:
         return snapshot
 
     async def _replace(self, memory: Memory, snapshot: str) -> None:
-        """Makes the snapshot of its file the memory's current one.
+        """Makes a snapshot that was read from the memory's file the memory's current snapshot.
 
         It waits for a load that a reading request started.
         """
@@ -335,7 +335,7 @@ class Memories:
         await self._let_go(before)
 
     async def _let_go(self, snapshot: str | None) -> None:
-        """Counts one use less. Drops a snapshot without uses."""
+        """Decrements a snapshot's count of uses, and drops the snapshot at zero."""
         if snapshot is None:
             return
         self._uses[snapshot] -= 1

@@ -57,8 +57,8 @@ def _served(architecture: str) -> type:
             for name, tensor in mine.items():
                 if tensor.shape != (shape := own[name].shape):  # `copy_` would broadcast it
                     raise InPlaceTTTError(
-                        f"{name} has shape {list(tensor.shape)}, but {list(shape)} by the config; convert "
-                        "the base again."
+                        f"{name} has shape {list(tensor.shape)}, but the config asks for {list(shape)}; "
+                        "convert the base again."
                     )
                 own[name].data.copy_(tensor)
             for module in self.modules():

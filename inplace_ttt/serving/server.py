@@ -96,7 +96,7 @@ def _arguments(ours: Mapping[str, Any], others: Sequence[str]) -> Namespace:
 
 
 def _kept_apart(folder: Path) -> ExitStack:
-    """Locks a folder of memories against other servers, each of which could replace the other's files."""
+    """Locks a folder of memories, because two servers would replace each other's files."""
     check_writable(folder)
     held = ExitStack()
     try:

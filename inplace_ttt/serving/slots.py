@@ -23,7 +23,7 @@ class Slots:
         slots: the number of slots, including slot 0.
         d: the layer's output features.
         h: the layer's input features on this rank.
-        dtype: of the keys and the sources.
+        dtype: dtype of the keys and the sources.
 
     Attributes:
         writes: False if requests only read states. Open chunks are left out then.
@@ -109,7 +109,7 @@ class Slots:
     def advance_each(
         self, out: Tensor, z: Tensor, x: Tensor, requests: list[tuple[int, int, int]], layer: StreamedLayer
     ) -> None:
-        """Reads and writes one token each of several requests, as `advance`.
+        """Reads and writes one token of each of several requests, as `advance` does for one request.
 
         Args:
             out: the layer's output [N, d]; the reads are added to it in place.

@@ -19,7 +19,7 @@ from ..session.check import check_header, check_streams
 from .slots import Slots
 
 _SPLIT = (".fast.state", ".fast.z")
-"""Tensors whose last dimension is the keys'."""
+"""Tensors whose last dimension is that of the keys."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class SnapshotFiles:
         )
 
     def read(self, path: str | os.PathLike[str]) -> Snapshot:
-        """Reads a snapshot from a file. Of split keys each rank keeps its own part.
+        """Reads a snapshot from a file. If keys are split, each rank keeps its own part.
 
         Raises:
             InPlaceTTTError: if the file is damaged, of another model, has a KV cache or token ids, or holds

@@ -61,7 +61,7 @@ class Step(LinearAttentionMetadata):
     def moves(self, handles: Tensor) -> list[tuple[Tokens, int]]:
         """Returns the requests whose state is in another slot than their own, each with that slot.
 
-        Afterwards `handles` [blocks, 1] name the requests' own slots: the caller must copy the states.
+        Afterwards `handles` [blocks, 1] name the requests' own slots, so the caller must copy the states.
         """
         if self.moved is None:
             slots = torch.tensor(

@@ -17,7 +17,7 @@ Answer = dict[str, Any]
 
 
 def _answers(call: Callable[..., Answer]) -> Callable[..., Answer]:
-    """Returns an InPlaceTTTError as an answer, since vLLM drops the message of an exception in a worker."""
+    """Makes a method return its InPlaceTTTError, since vLLM drops the message of an exception in a worker."""
 
     @wraps(call)
     def answered(*args: Any) -> Answer:
@@ -49,7 +49,7 @@ class MemoryWorker:
 
     @_answers
     def ttt_keep(self, snapshot: str, name: str) -> Answer:
-        """Makes a snapshot of the request with the `keep` of this name, which must have run its last step.
+        """Makes a snapshot of the request whose `keep` is `name`, after its last step.
 
         Args:
             snapshot: the id of the new snapshot.
@@ -57,11 +57,11 @@ class MemoryWorker:
         """
         kept = self.ttt_batch.keep(name)
         if kept is None:
-            raise InPlaceTTTError("the worker lacks a state of the request to keep.")
+            raise InPlaceTTTError("the worker did not keep a state of this request.")
         return self._hold(snapshot, kept)
 
     def ttt_forget(self, name: str) -> None:
-        """Keeps no snapshot of the request with the `keep` of this name."""
+        """Drops the snapshot of the request whose `keep` is `name`, or prevents it."""
         self.ttt_batch.forget(name)
 
     @_answers

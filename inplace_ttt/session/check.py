@@ -21,19 +21,19 @@ from ..surgery import config_of, fast_weights
 from .file import Header
 
 _MOST = 2**40
-"""Most tokens of a session, so that sums of counts fit in 64 bits."""
+"""Largest allowed token count of a session. Sums of such counts fit into 64 bits."""
 
 
 def check_header(
     path: str | os.PathLike[str], header: Header, config: InPlaceTTTConfig, fingerprint: str
 ) -> None:
-    """Raises InPlaceTTTError for the session of another model or of another TTT config.
+    """Raises InPlaceTTTError for a session of another model or of another TTT config.
 
     Args:
         path: the session file, for the message.
-        header: of the file.
-        config: the model's TTT config.
-        fingerprint: the model's.
+        header: header of the file.
+        config: TTT config of the model.
+        fingerprint: fingerprint of the model.
     """
     if header.config != config.to_dict():
         raise InPlaceTTTError(
@@ -55,12 +55,12 @@ def check_session(
 ) -> None:
     """Raises InPlaceTTTError for tensors that cannot be a session of this model.
 
-    The model reads one token, because the shapes of its cache are needed.
+    The model reads one token, since the check needs the shapes of its cache.
 
     Args:
         path: the session file, for the message.
-        header: of the file.
-        tensors: of the file.
+        header: header of the file.
+        tensors: tensors of the file.
         model: converted model.
     """
     _Session(path, header, tensors, model).run()
@@ -76,8 +76,8 @@ def check_streams(
 
     Args:
         path: the session file, for the message.
-        tensors: of the file.
-        config: the model's TTT config.
+        tensors: tensors of the file.
+        config: TTT config of the model.
         sizes: TTT layer -> (h, d).
 
     Returns:
@@ -90,12 +90,12 @@ def check_streams(
 
 @dataclass(frozen=True)
 class _Layer:
-    """The cache of a decoder layer, as the model makes it.
+    """The sizes of a decoder layer's KV cache, as the model makes it.
 
     Attributes:
-        keys: heads and width.
-        values: heads and width.
-        window: tokens that it keeps; None for all.
+        keys: number of heads, and numbers per head.
+        values: number of heads, and numbers per head.
+        window: number of tokens that the cache keeps; None for all.
     """
 
     keys: tuple[int, int]
@@ -151,14 +151,14 @@ class _Streams:
     def _require(self, holds: bool, what: str) -> None:
         if not holds:
             raise InPlaceTTTError(
-                f"{self.path} is not a session of this model: {what}; use another copy of it, or read the "
-                "text again."
+                f"{self.path} is not a session of this model: {what}; use another copy of the file, or read "
+                "the text again."
             )
 
     def _shape(self, name: str, shape: list[int | None], *dtypes: torch.dtype) -> Tensor:
         """Returns the tensor of that name, which must exist with that shape (None: any) and dtype.
 
-        Without dtypes any floating dtype passes.
+        Without `dtypes`, any floating dtype of at least 16 bits passes.
         """
         self._require(name in self.tensors, f"{name} is missing")
         tensor = self.tensors[name]
@@ -175,7 +175,10 @@ class _Streams:
         return tensor
 
     def _rows(self) -> int:
-        """Returns the number of sequences, from the first tensor with a batch axis; the others must agree."""
+        """Returns the number of sequences, from the first tensor with a batch axis.
+
+        Later checks compare the other tensors with it.
+        """
         for name, tensor in sorted(self.tensors.items()):
             if tensor.ndim:
                 return tensor.shape[1 if name.endswith(".counts") and tensor.ndim > 1 else 0]
@@ -189,7 +192,8 @@ class _Streams:
         streams = {f"{index}.fast.{kind}" for index in self.sizes for kind in kinds}
         others = sorted(set(self.tensors) - streams - self.others)
         self._require(
-            not others, f"it holds {shown(others[0]) if others else ''}, which no session of this model has"
+            not others,
+            f"it has a tensor {shown(others[0]) if others else ''}, which no session of this model has",
         )
         self._require(self.rows > 0 or not self.tensors, "it holds 0 sequences")
         missing = sorted({str(index) for index in self.sizes} - self.kept) if self.kept else []
@@ -206,7 +210,7 @@ class _Streams:
         if any(written) or self.config.prompt_write is not None or f"{name}.state" in self.tensors:
             self._shape(f"{name}.state", [self.rows, rows, width], torch.float32, torch.float64)
         if any(filled) or {f"{name}.z", f"{name}.x"} & set(self.tensors):
-            # z and x then hold tokens and positions, not keys and target sources
+            # with target="gradient", z and x hold token ids and positions, not keys and target sources
             by_gradient = self.config.target == "gradient"
             of_z, of_x, dtypes = (1, 1, (torch.int64,)) if by_gradient else (width, d, ())
             open_rows = self._shape(f"{name}.z", [self.rows, None, of_z], *dtypes).shape[1]
@@ -243,7 +247,11 @@ class _Session(_Streams):
         self._attention()
 
     def _asked_again(self) -> int:
-        """Returns the unfinished chunk's tokens; their KV cache is kept for the gradient of its loss."""
+        """Returns the number of tokens in the longest unfinished chunk, with target="gradient".
+
+        A layer with a window keeps this many more tokens in its KV cache, for the gradient of the chunk's
+        loss.
+        """
         counts = [
             self.tensors[f"{index}.fast.counts"] for index in self.sizes if self.config.target == "gradient"
         ]
@@ -272,7 +280,7 @@ class _Session(_Streams):
         if "tokens" in self.tensors:
             self._require(
                 length <= self.tensors["tokens"].shape[1],
-                f"its KV cache has read {length} tokens, more than the session holds",
+                f"its KV cache has read {length} tokens, but the session holds fewer",
             )
         for index, layer in layers.items():
             window = kept[str(index)].window

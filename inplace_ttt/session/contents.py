@@ -1,4 +1,4 @@
-"""The tensors of a session's cache, as a session file holds them."""
+"""Conversion between a session's cache and the tensors of a session file."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from .file import Header, KeptAttention
 
 
 def contents_of(cache: Cache) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Returns the tensors of a cache by name, and the fields of `KeptAttention` by layer with a KV cache.
+    """Returns the tensors of a cache by name, and the fields of `KeptAttention` per layer with a KV cache.
 
     Raises:
-        InPlaceTTTError: if the cache is of a kind that cannot be saved, or awaits its `prompt_write`.
+        InPlaceTTTError: if the cache's class cannot be saved, or its prompt is read but not yet written
+            (`prompt_write`).
     """
     tensors: dict[str, Tensor] = {}
     attention: dict[str, Any] = {}
@@ -34,10 +35,10 @@ def contents_of(cache: Cache) -> tuple[dict[str, Tensor], dict[str, Any]]:
             if plain_class(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
                 raise InPlaceTTTError(
                     f"a {plain_class(layer).__name__} cannot be saved; use a DynamicCache, or save "
-                    "state.drop_kv_cache()."
+                    "session.drop_kv_cache()."
                 )
             window = getattr(layer, "sliding_window", None)
-            # a layer that records its past holds more
+            # a layer whose `record_past` is set holds more tokens than its window
             kept = slice(None) if window is None else slice(-window + 1 - again, None)
             tensors |= {
                 f"{index}.keys": layer.keys[:, :, kept],
@@ -51,10 +52,10 @@ def fill(cache: Cache, model: PreTrainedModel, header: Header, tensors: Mapping[
     """Fills an empty cache with the checked tensors of a session file.
 
     Args:
-        cache: of the model.
+        cache: new cache of the model.
         model: the converted model.
-        header: of the file.
-        tensors: of the file.
+        header: header of the file.
+        tensors: tensors of the file.
     """
     for name, saved in header.attention.items():
         index = int(name)

@@ -1,4 +1,4 @@
-"""Reads and writes session files: safetensors with one header and a checksum over everything."""
+"""Reads and writes session files, which are safetensors with one header and a checksum."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..files.paths import require_regular
 from ..files.schema import from_values
 
 _FORMATS = ("inplace-ttt-state/1", "inplace-ttt-state/2")
-"""The first format does not have a checksum."""
+"""Formats that `read` accepts. The first one lacks a checksum."""
 _ENTRY = "session"
 
 
@@ -32,8 +32,8 @@ class KeptAttention:
     """The contents of a decoder layer's KV cache.
 
     Attributes:
-        length: tokens that it has read.
-        window: tokens that it keeps; None for all.
+        length: number of tokens that the cache has read.
+        window: number of tokens that the cache keeps; None for all.
     """
 
     length: int
@@ -45,11 +45,11 @@ class Header:
     """The header of a session file.
 
     Attributes:
-        format: name and version.
+        format: name and version of the file format.
         config: the TTT config.
-        fingerprint: of the model's weights.
-        attention: decoder layer -> its KV cache, for layers whose cache is kept.
-        checksum: over the rest of the header and the tensors.
+        fingerprint: fingerprint of the model's weights.
+        attention: decoder layer -> its KV cache, for layers whose cache is in the file.
+        checksum: SHA-256 of the rest of the header and the tensors; None in the first format.
     """
 
     format: str
@@ -64,7 +64,7 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], **header:
 
     Args:
         path: the file.
-        tensors: of the session.
+        tensors: tensors of the session.
         header: the fields of `Header` except format and checksum.
 
     Raises:
@@ -72,16 +72,16 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], **header:
     """
     held = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     values = {"format": _FORMATS[-1], **header}
-    # a single entry, because safetensors orders several at random
+    # a single metadata entry, because safetensors writes several entries in random order
     metadata = {_ENTRY: json.dumps({**values, "checksum": _checksum(values, held)})}
     with new_file(path, ours=_is_session(path)) as file:
         save_file(held, file, metadata)
 
 
 def refuse_to_replace(path: str | os.PathLike[str]) -> None:
-    """Raises InPlaceTTTError if a session cannot be written to `path`, before anything is read.
+    """Raises InPlaceTTTError if a session cannot be written to `path`. Call it before a long read.
 
-    An existing file must be empty or a session, and its folder writable.
+    An existing file must be empty or a session, and its folder must be writable.
     """
     refuse_file(path, _is_session(path))
     with output_lock(path):
@@ -101,7 +101,7 @@ def read(path: str | os.PathLike[str]) -> tuple[Header, dict[str, Tensor]]:
     """Returns the header and tensors of a session file, after checking its checksum.
 
     Raises:
-        InPlaceTTTError: if it is not a session file, or is damaged.
+        InPlaceTTTError: if the file is not a session file, or is damaged.
     """
     problem = f"cannot read a session state from {path}"
     require_regular(path, problem)

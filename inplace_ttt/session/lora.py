@@ -28,8 +28,8 @@ def write_lora(
     Args:
         folder: existing folder to write into.
         model: the base, or a conversion of it.
-        factors: layer -> its factors, all of one rank.
-        base: name_or_path and revision of the base.
+        factors: layer -> its factors A and B, all of the same rank.
+        base: `name_or_path` and `revision` of the base.
     """
     layers, tensors, paths = locate(model).layers, dict[str, Tensor](), list[str]()
     for index, factor in factors.items():

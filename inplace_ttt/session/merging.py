@@ -18,11 +18,11 @@ def add_writes(cache: Cache, other: Cache, config: InPlaceTTTConfig) -> None:
         config: the model's config.
 
     Raises:
-        InPlaceTTTError: if the config has `prompt_write`, or the caches hold other numbers of sequences.
+        InPlaceTTTError: if the config has `prompt_write`, or the caches hold different numbers of sequences.
     """
     if config.prompt_write is not None:
         raise InPlaceTTTError(
-            "with prompt_write a session holds one write of one prompt, which does not add up with another; "
+            "with prompt_write a session holds one write of one prompt, and two such writes cannot be added; "
             "read the texts in one session."
         )
     for index, stream in streams(other).items():
@@ -30,7 +30,7 @@ def add_writes(cache: Cache, other: Cache, config: InPlaceTTTConfig) -> None:
         held = stream_of(cache, index, stream.batch, config)
         if held.batch != stream.batch:
             raise InPlaceTTTError(
-                f"sessions of {held.batch} and {stream.batch} sequences cannot be merged; merge sessions of "
-                "equally many."
+                f"sessions of {held.batch} and {stream.batch} sequences cannot be merged; merge sessions "
+                "with the same number of sequences."
             )
         held.add_writes(stream)

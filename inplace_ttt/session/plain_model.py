@@ -1,4 +1,4 @@
-"""Plain models made from a converted one: without fast weights, or with a session's written into W0."""
+"""Plain models made from a converted model: without its fast weights, or with a session's writes in W0."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from .weight_change import WeightChange
 
 
 def plain_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """Returns the model without TTT. It is a model of its own, and shares all tensors with `model`."""
+    """Returns a copy of the model without TTT. The copy shares all tensors with `model`."""
     lm = causal_lm(model)
     return revert(copy.deepcopy(lm, {id(tensor): tensor for tensor in (*lm.parameters(), *lm.buffers())}))
 
 
 @torch.no_grad()
 def bake(model: PreTrainedModel, changes: Mapping[int, WeightChange]) -> PreTrainedModel:
-    """Returns the model without TTT, with the changes added to its down-projections.
+    """Returns a copy of the model without TTT, with the changes added to its down-projections.
 
-    Sums are computed in the changes' dtype and rounded once. All other tensors are shared with `model`.
+    W0 plus the change is computed in the change's dtype and rounded once. All other tensors are shared with
+    `model`.
 
     Args:
         model: a converted model.
@@ -38,8 +39,8 @@ def bake(model: PreTrainedModel, changes: Mapping[int, WeightChange]) -> PreTrai
     for index, layer in fast_weights(model).items():
         if layer.matrix() is None:
             raise InPlaceTTTError(
-                f"layer {index}'s down-projection is quantized or wrapped, so that no weight can be added to "
-                "it; export the session as a LoRA, or load the model unquantized."
+                f"layer {index}'s down-projection is quantized or wrapped, so its weight cannot be changed; "
+                "export the session as a LoRA, or load the model unquantized."
             )
     plain = plain_copy(model)
     layers = locate(plain).layers

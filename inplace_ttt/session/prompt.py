@@ -12,11 +12,12 @@ from ..surgery import fast_weights
 def write_prompt(model: PreTrainedModel, cache: Cache) -> None:
     """Writes the prompt that a cache has read, and drops the prompt's last token from the cache.
 
-    That token is read again with the written weights.
+    The next forward reads that token again, with the written weights.
 
     Args:
         model: converted model with `prompt_write`.
-        cache: must have recorded its past since the last token or longer (`cache.activate_past_recording()`).
+        cache: the cache that has read the prompt. `cache.activate_past_recording()` must have been called
+            before it read the last token.
     """
     layers = fast_weights(model)
     for index, stream in streams(cache).items():

@@ -49,13 +49,14 @@ _GOES_ON_AS_ONE = {
 class Session:
     """Keeps the fast weights and, unless dropped, the KV cache of B sequences (paper §3.4, Algorithm 1).
 
-    Any split of a text into calls of `read` gives the same state up to rounding.
+    The state does not depend on how a text is split into calls of `read`, up to rounding.
 
     Args:
         model: a converted model.
-        cache: the transformers cache. It may also be passed to the model by hand, as `cache`
-            (`past_key_values` before transformers 5.24). Append the tokens that it then reads to `tokens`.
-        tokens: the session's token ids [B, n], int64, without padding; `model.generate` needs all of them.
+        cache: the transformers cache; a new one if None. You can also pass it to the model yourself, as
+            `cache` (`past_key_values` before transformers 5.24). Then append the tokens read to `tokens`.
+        tokens: the session's token ids [B, n], int64, without padding; None before the first token.
+            `model.generate` needs all of them.
 
     Examples:
         >>> import torch
@@ -89,7 +90,7 @@ class Session:
 
     @property
     def unwritten(self) -> int:
-        """The most tokens that a sequence holds in an unfinished chunk, so that they are not written yet."""
+        """The number of tokens in the longest unfinished chunk. These tokens are not written yet."""
         return max((max(stream.filled, default=0) for stream in streams(self.cache).values()), default=0)
 
     @property
@@ -113,9 +114,9 @@ class Session:
             progress: show a bar on stderr.
 
         Raises:
-            InPlaceTTTError: if `ids` are not token ids of this model, or of another number of rows than the
-                session. Also if `readings` is below 1, or the cache has read tokens that are missing in
-                `tokens`.
+            InPlaceTTTError: if `ids` are not token ids of this model, or their number of rows differs from
+                the session's. Also if `readings` is below 1, or if the cache has read tokens that are missing
+                in `tokens`.
 
         Examples:
             >>> several = Session(model)
@@ -160,7 +161,7 @@ class Session:
                 if isinstance(ids, Tensor)
                 else f"a {type(ids).__name__}"
             )
-            raise InPlaceTTTError(f"token ids are a tensor of whole numbers [B, n], got {what}.")
+            raise InPlaceTTTError(f"token ids must be a tensor of whole numbers [B, n], got {what}.")
         known = self.model.get_input_embeddings().num_embeddings
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < known:
             raise InPlaceTTTError(
@@ -172,8 +173,8 @@ class Session:
         )
         if held and held != {len(ids)}:
             raise InPlaceTTTError(
-                f"the session holds {max(held)} sequences, the new tokens have {len(ids)} rows; give one "
-                "row for each."
+                f"the session holds {max(held)} sequences, but the new tokens have {len(ids)} rows; give one "
+                "row per sequence."
             )
         if self.tokens is None:
             return ids.long()
@@ -186,17 +187,16 @@ class Session:
         known, read = 0 if self.tokens is None else self.tokens.shape[1], self.cache.get_seq_length()
         if read > known:
             raise InPlaceTTTError(
-                f"the session's cache has read {read} tokens and the session holds {known}: it was passed "
-                "to the model by hand, or a call was interrupted; append the missing token ids to `tokens`, "
-                "or continue from an earlier fork or file."
+                f"the session's cache has read {read} tokens, but `tokens` holds {known}, because the cache "
+                "was passed to the model by hand or a call was interrupted; append the missing token ids to "
+                "`tokens`, or continue from an earlier fork or file."
             )
 
     @torch.no_grad()
     def write_prompt(self, ids: Tensor, *, progress: bool = False) -> None:
         """Reads the end of the prompt, then writes the prompt (`prompt_write` of the config).
 
-        This happens once per session. The prompt's last token is left, to be read again with the written
-        weights.
+        Call it once per session. `generate` reads the prompt's last token again, with the written weights.
 
         Args:
             ids: token ids [B, n], the end of the prompt.
@@ -204,7 +204,7 @@ class Session:
 
         Raises:
             InPlaceTTTError: if the config lacks `prompt_write`, the prompt has less than three tokens, or the
-                session's prompt is already written. Also as `read`.
+                session's prompt is already written. Also in the cases of `read`.
 
         Examples:
             >>> small = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2)
@@ -216,18 +216,19 @@ class Session:
         """
         if config_of(self.model).prompt_write is None:
             raise InPlaceTTTError(
-                "this model's config lacks prompt_write, so that nothing is written at a prompt's end; "
-                "use read."
+                "this model's config lacks prompt_write, so nothing is written at a prompt's end; use read."
             )
         if self._with(ids).shape[1] < 3 or ids.shape[1] == 0:
-            raise InPlaceTTTError("a prompt of less than three tokens has nothing to write; give more of it.")
+            raise InPlaceTTTError(
+                "a prompt of less than three tokens has nothing to write; give a longer prompt."
+            )
         if self.chunks_written:
             raise InPlaceTTTError(
-                "this session's prompt is written already; fork the session before its end, or start a new "
-                "one."
+                "this session's prompt is written already; fork a session before its prompt ends, or start a "
+                "new session."
             )
         self.read(ids[:, :-1], progress=progress)
-        # otherwise a layer with a window could not drop its last token again
+        # without the recording, a layer with an attention window could not drop its last token again
         self.cache.activate_past_recording()
         try:
             self.read(ids[:, -1:])
@@ -238,9 +239,8 @@ class Session:
     def generate(self, ids: Tensor, *, progress: bool = False, **kwargs: Any) -> Tensor:
         """Reads token ids, then generates. The new tokens become part of the session.
 
-        If the config has `prompt_write` and nothing is written yet, the prompt ends here and is written. In a
-        batch, a row that ends before the others is padded by `model.generate`, and its padding is read as
-        text.
+        If the config has `prompt_write` and nothing is written yet, `ids` end the prompt, and it is written.
+        In a batch, `model.generate` pads a row that ends before the others, and reads this padding as text.
 
         Args:
             ids: token ids [B, n].
@@ -262,9 +262,9 @@ class Session:
         for name, wanted in _GOES_ON_AS_ONE.items():
             if (asked := kwargs.get(name, getattr(settings, name, None))) not in (None, wanted):
                 raise InPlaceTTTError(
-                    "a session continues one sequence of tokens per row, in its own cache; leave "
-                    f"{name}={shown(asked)} out of the "
-                    "arguments and of generation_config.json, or use model.generate."
+                    "a session continues one sequence of tokens per row, in its own cache; remove "
+                    f"{name}={shown(asked)} from the "
+                    "arguments and from generation_config.json, or use model.generate."
                 )
         if (mask := kwargs.pop("attention_mask", None)) is not None and not bool(torch.as_tensor(mask).all()):
             raise InPlaceTTTError(
@@ -279,11 +279,11 @@ class Session:
         known = self.tokens.shape[1]
         if self.cache.get_seq_length() >= known:
             raise InPlaceTTTError(
-                "the session has read all its tokens, and generation starts from an unread one; give it at "
-                "least one more."
+                "the session has read all its tokens, but generation starts from an unread token; give at "
+                "least one token more."
             )
         mask = torch.ones_like(self.tokens)
-        # the last given token is read inside `generate`, even if it is the only one
+        # `generate` itself reads the last given token, even if that is the only one
         with reading_text(forwards=1):
             self.tokens = self.model.generate(
                 self.tokens, attention_mask=mask, **{CACHE: self.cache}, **kwargs
@@ -297,13 +297,13 @@ class Session:
         return wanted and ids.shape[1] > 0 and known + ids.shape[1] > 2
 
     def fork(self) -> Session:
-        """Copies the session: tokens that one of the two reads do not reach the other.
+        """Copies the session. The copy and the original then read independently.
 
         Returns:
             The copy, with the same model.
 
         Raises:
-            InPlaceTTTError: if a forward with gradients filled the cache, which keeps no state.
+            InPlaceTTTError: if a forward with gradients filled the cache. Such a forward keeps no state.
 
         Examples:
             >>> branch = session.fork()
@@ -318,10 +318,10 @@ class Session:
         )
 
     def drop_kv_cache(self) -> Session:
-        """Keeps the fast weights and the unfinished chunk alone, without the KV cache and the tokens.
+        """Copies the fast weights and the unfinished chunk to a new session, without KV cache and tokens.
 
         Returns:
-            A new session, whose positions start at 0. Use it in place of this one.
+            The new session, whose positions start at 0. Use it in place of this one.
 
         Examples:
             >>> fast_weights_only = session.drop_kv_cache()
@@ -333,20 +333,22 @@ class Session:
         return fresh
 
     def merge(self, *others: Session) -> Session:
-        """Adds up the writes of several sessions, as if one had read all texts without a KV cache between.
+        """Adds up the writes of several sessions in a new session.
 
-        A state is a sum over chunks. In one session, the writes of the first text also change the keys and
-        targets of the second. The new session has no KV cache, no tokens and no unfinished chunk.
+        A state is a sum over chunks, so states can be added. The sum resembles one session that read all
+        texts, with its KV cache dropped after each text. It is not equal: in one session, the writes of the
+        first text also change the keys and targets of the second. The new session has no KV cache, no tokens
+        and no unfinished chunk.
 
         Args:
-            others: sessions of the same model, each with as many sequences.
+            others: sessions of the same model, with as many sequences as this one.
 
         Returns:
             A new session, whose positions start at 0.
 
         Raises:
-            InPlaceTTTError: if the config has `prompt_write`, whose write cannot be added, or a session has
-                another model or another number of sequences.
+            InPlaceTTTError: if the config has `prompt_write`, whose write cannot be added. Also if a session
+                has another model or another number of sequences.
 
         Examples:
             >>> both = session.merge(session)
@@ -364,10 +366,10 @@ class Session:
         """Computes the change of each TTT layer's W0 by the chunks written so far (paper Eq. (1): W0 + ηS).
 
         Args:
-            row: which sequence of the session.
+            row: index of the sequence in the session.
 
         Returns:
-            The changes by layer.
+            A `WeightChange` per layer index. Its `matrix()` is the change [d, h] of W0.
 
         Raises:
             InPlaceTTTError: if the session has written nothing, or lacks that row.
@@ -382,11 +384,11 @@ class Session:
     def bake(self, row: int = 0) -> PreTrainedModel:
         """Makes a plain model whose down-projections hold the session's writes: W0 + ηS.
 
-        The model needs no `inplace_ttt` and writes nothing. It shares all other weights with the session's
-        model. Tokens of an unfinished chunk are not in it.
+        The plain model works without `inplace_ttt` and writes nothing. It shares all other weights with the
+        session's model. It does not include the tokens of an unfinished chunk.
 
         Args:
-            row: which sequence of the session.
+            row: index of the sequence in the session.
 
         Returns:
             The plain model, in the base's class.
@@ -414,21 +416,21 @@ class Session:
     ) -> dict[int, float]:
         """Saves the session's writes as a LoRA adapter of its base, for PEFT, vLLM and others.
 
-        Each layer's change of W0 is cut to its best approximation of the given rank.
+        Each layer's change of W0 is replaced by its best approximation of the given rank.
 
         Args:
             path: adapter folder to write.
-            rank: rank of each layer's B A, at most the model's width.
-            row: which sequence of the session.
+            rank: rank of each layer's product B A, at most the model's width.
+            row: index of the sequence in the session.
             base: folder or hub id of the base (default: the place that the model was loaded from).
             overwrite: replace an earlier output.
 
         Returns:
-            Layer -> the share of ‖ΔW‖ (Frobenius) that the rank leaves out.
+            For each layer index, the fraction of ‖ΔW‖ (Frobenius) that the approximation loses.
 
         Raises:
-            InPlaceTTTError: as `bake` does. Also if a weight of the model differs from the base's, the base
-                is unknown, or `path` may not be replaced.
+            InPlaceTTTError: in the cases of `bake`. Also if a weight of the model differs from the base's,
+                the base is unknown, or `path` may not be replaced.
 
         Examples:
             >>> lost = session.to_lora("small-lora", rank=32, base="small-base")
@@ -452,8 +454,8 @@ class Session:
             path: the file to write.
 
         Raises:
-            InPlaceTTTError: if the cache has read tokens that are missing in `tokens`, is of a kind that
-                cannot be saved, or awaits its `prompt_write`.
+            InPlaceTTTError: if the cache has read tokens that are missing in `tokens`, or its class cannot be
+                saved. Also if a prompt is read but not yet written (`prompt_write`).
 
         Examples:
             >>> session.save("small.state")
@@ -483,7 +485,7 @@ class Session:
             The session, on the model's device.
 
         Raises:
-            InPlaceTTTError: if the file is damaged, or of another model or another TTT config.
+            InPlaceTTTError: if the file is damaged, or was saved with another model or another TTT config.
 
         Examples:
             >>> session.save("small.state")

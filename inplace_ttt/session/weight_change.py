@@ -1,4 +1,4 @@
-"""The change of W0 that a session's fast weights amount to (paper Eq. (1): W0 + ηS)."""
+"""The change of W0 that equals the effect of a session's writes (paper Eq. (1): W0 + ηS)."""
 
 from __future__ import annotations
 
@@ -28,11 +28,15 @@ class WeightChange:
 
     @property
     def is_linear(self) -> bool:
-        """True if reads are linear in z, so that a matrix computes them."""
+        """True if reads are linear in z. A matrix then computes them."""
         return self.keys is None or not bool(self.keys.center.any())
 
     def read(self, z: Tensor) -> Tensor:
-        """Returns the session's addition [..., d] to the outputs of inputs z [..., h], in z's dtype."""
+        """Returns the term [..., d] that the session adds to the layer's output, in z's dtype.
+
+        Args:
+            z: inputs of the down-projection [..., h].
+        """
         keys = z if self.keys is None else self.keys(z)
         return (keys.to(self.left.dtype) @ self.left.mT).to(z.dtype)
 
@@ -40,12 +44,12 @@ class WeightChange:
         """Returns ΔW [d, h], of `left`'s dtype.
 
         Raises:
-            InPlaceTTTError: if reads are not linear in z, so that no weight computes them.
+            InPlaceTTTError: if reads are not linear in z. No matrix computes them then.
         """
         if not self.is_linear:
             raise InPlaceTTTError(
-                "whitened keys subtract a center times the norm of each input, which is not linear, so that "
-                "no weight holds this session; convert with --set whitening.centered=false, or without "
+                "whitened keys subtract a center times the norm of each input, which is not linear, so no "
+                "weight can express this session; convert with --set whitening.centered=false, or without "
                 "whitening."
             )
         return self.left if self.keys is None else self.left @ self.keys.directions.to(self.left.dtype)
@@ -66,7 +70,11 @@ class LowRank:
     lost: float
 
     def read(self, z: Tensor) -> Tensor:
-        """Returns the adapter's addition [..., d] to the outputs of inputs z [..., h], in z's dtype."""
+        """Returns the term [..., d] that the adapter adds to the layer's output, in z's dtype.
+
+        Args:
+            z: inputs of the down-projection [..., h].
+        """
         return (z.to(self.a.dtype) @ self.a.mT @ self.b.mT).to(z.dtype)
 
 
@@ -77,7 +85,7 @@ def weight_changes(model: PreTrainedModel, cache: Cache, row: int = 0) -> dict[i
     Args:
         model: the session's model.
         cache: the session's cache.
-        row: which sequence of the session.
+        row: index of the sequence in the session.
 
     Returns:
         The changes by layer.
@@ -88,7 +96,7 @@ def weight_changes(model: PreTrainedModel, cache: Cache, row: int = 0) -> dict[i
     held, layers = streams(cache), fast_weights(model)
     if not held or any(stream.state is None for stream in held.values()):
         raise InPlaceTTTError(
-            "this session has written nothing, so that its weights are the model's own; read a text of at "
+            "this session has written nothing, so it does not change the model's weights; read a text of at "
             "least one chunk first."
         )
     rows = next(iter(held.values())).batch
@@ -105,7 +113,7 @@ def low_rank(change: Tensor, rank: int) -> LowRank:
 
     Args:
         change: ΔW [d, h].
-        rank: k, from 1. At most d is used, which is exact.
+        rank: k, at least 1. From d on, the approximation is exact.
     """
     exact = change.double()
     energies, vectors = torch.linalg.eigh(exact @ exact.mT)  # ascending

@@ -1,12 +1,12 @@
 """Invented facts, which occur in no other text, and questions about them.
 
 A record is about a place with a name of random syllables. Five sentences state it: its keeper, the keeper's
-place of birth, the number of its vault, and its captain twice. The later captain counts. Keepers and captains
-have common first names; all are different within a document.
+place of birth, the number of its vault, and its captain twice. The later captain is the right one. Keepers
+and captains have common first names; all are different within a document.
 
-The questions use a sentence's own words, other words, the reverse direction (from the answer to its subject),
-two sentences, and the changed captain. One further question per record asks about a place that the document
-does not mention.
+A question repeats a sentence's words, paraphrases it, reverses it (from the answer to its subject), combines
+two sentences, or asks for the changed captain. One further question per record asks about a place that the
+document does not mention.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PEOPLE = tuple(_FIRST_NAMES.split())
 Each is one token in most vocabularies, so that an answer does not depend on spelling.
 """
 MOST = len(PEOPLE) // 3
-"""Largest number of records of a document. Each takes three people."""
+"""Largest number of records of a document. Each record uses three people."""
 _BEGIN = (
     "B",
     "Br",

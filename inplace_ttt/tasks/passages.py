@@ -45,7 +45,7 @@ class Passage:
 
 
 def mean_loss(losses: Tensor, span: slice) -> Tensor:
-    """Returns the mean loss [...] of a span's tokens but the first, which is predicted from outside of it.
+    """Returns the mean loss [...] of a span's tokens except the first, which is predicted from outside.
 
     Args:
         losses: losses [..., T - 1] of the tokens 1 to T - 1.

@@ -2,9 +2,9 @@
 
 The filler is longer than the model's attention window, so that only a fast weight can carry the pairs across
 it. A row is one document: `pairs` times (key, value), filler, `pairs` times (key, value) in another order.
-Ids 0 to vocabulary/4 are filler, up to vocabulary/2 keys, the rest values. The keys of a row are different;
-values may repeat. Labels are -100 except at the values of the second half. They are not shifted, because
-transformers shifts them.
+Ids below vocabulary/4 are filler, those below vocabulary/2 are keys, and the rest are values. The keys of a
+row are different; values may repeat. Labels are -100 except at the values of the second half. They are not
+shifted, because transformers shifts them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def recall_data(
         )
     if length < 4 * pairs:
         raise InPlaceTTTError(
-            f"recall of {pairs} pairs takes at least {4 * pairs} tokens, sequence_length is {length}; "
+            f"recall of {pairs} pairs needs at least {4 * pairs} tokens, but sequence_length is {length}; "
             "lower data.recall.pairs or raise data.sequence_length."
         )
     ids = np.empty((rows, length), dtype=np.int32)

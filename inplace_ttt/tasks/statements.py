@@ -1,4 +1,4 @@
-"""Statements of invented facts, for training: they occur once, and have to be recalled when they repeat.
+"""Invented statements for training. The model has to recall each when it occurs a second time.
 
 Their subjects and answers are of the kinds of `tasks.facts`: places and towns of random syllables, first
 names, numbers, and some common words. Their relations are different, so that no training sentence holds a

@@ -1,4 +1,4 @@
-"""Chats as text, by the chat template of the tokenizer that reads them."""
+"""Renders chats as text, with the chat template of the tokenizer that reads them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def chat_text(chat: Any, tokenizer: Any, source: str) -> str:
     """
     if getattr(tokenizer, "chat_template", None) is None:
         raise InPlaceTTTError(
-            f"{source} holds chats (the field {CHAT!r}), and the tokenizer lacks a chat template; take an "
+            f"{source} holds chats (the field {CHAT!r}), but the tokenizer lacks a chat template; use an "
             "instruct model's tokenizer, or give the texts themselves."
         )
     messages = turns(chat, source)

@@ -1,4 +1,7 @@
-"""Documents that a command is given by name: text files, and records of JSON lines, parquet or a dataset."""
+"""Finds the documents that a command is given by name.
+
+They are text files, or records of JSON lines, parquet or a dataset.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +36,9 @@ class Document:
     """One text.
 
     Attributes:
-        name: its file; of a record also its number, from 1.
+        name: its file; for a record also its number, counted from 1.
         source: the file, folder or dataset that it comes from.
-        content: the text of a record, or its chat. None: the file is the text.
+        content: the text of a record, or its chat. None if the file itself is the text.
     """
 
     name: str
@@ -65,10 +68,10 @@ def documents_in(
     """Returns the documents of files, folders, patterns and datasets.
 
     A text file is one document. A record of JSON lines, JSON, parquet, Arrow or a dataset is one document:
-    its field `text`, its chat in `messages`, or the field that is given. A note on stderr counts the records.
+    its field `text`, its chat in `messages`, or its field `text_field`. A note on stderr counts the records.
 
     Args:
-        names: as the user gave them.
+        names: the names that the user gave.
         option: the option that the names were given to, for errors.
         text_field: the field of a record that holds its text.
 
@@ -101,7 +104,7 @@ def _records(source: Source, reading: Reading) -> list[Document]:
     records, column = open_source(source, reading, streaming=True)
     if column == TOKENS:
         raise InPlaceTTTError(
-            f"{source.name} holds token ids (input_ids), and this command reads text; give the texts."
+            f"{source.name} holds token ids (input_ids), but this command reads text; give the texts."
         )
     found: list[Document] = []
     characters = 0

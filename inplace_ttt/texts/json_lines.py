@@ -41,19 +41,20 @@ _OPENERS: dict[str, Callable[[Path, str], Any]] = {
 
 
 def holds_lines(file: Path) -> bool:
-    """True for a file whose first line is a JSON object by itself; other JSON files are one list, or one
-    object over many lines."""
+    """Returns True for a file whose first line is a complete JSON object.
+
+    Other JSON files hold one list, or one object over many lines.
+    """
     with _OPENERS.get(file.suffix.lower(), open)(file, "rb") as opened:
         first = next((line for line in opened if line.strip(b"\xef\xbb\xbf \t\r\n")), b"")
-    try:  # bytes that are not UTF-8 are the reader's to name
+    try:  # the reader reports bytes that are not UTF-8
         return isinstance(parse_json(first.removeprefix(b"\xef\xbb\xbf").decode("utf-8", "replace")), dict)
     except ValueError:
         return False
 
 
 def fields_of(lines: Dataset | IterableDataset, source: str) -> list[str]:
-    """Names of the fields of the first records, in the order of their first use; empty where there are no
-    records."""
+    """Returns the fields' names in the first records, in the order of first use; empty without records."""
     found: dict[str, None] = {}
     for number, record in enumerate(lines):
         if number == _PROBED:

@@ -36,7 +36,7 @@ def open_source(source: Source, reading: Reading, streaming: bool) -> tuple[Reco
             else _open(source, reading, streaming)
         )
         columns = fields_of(records, source.name) if lines else records.column_names
-        if columns is None:  # a stream shows its columns by its first record
+        if columns is None:  # the first record of a stream shows its columns
             columns = list(next(iter(records), {}))
     except InPlaceTTTError:
         raise
@@ -100,11 +100,11 @@ def read_error(sources: Sequence[Source], reading: Reading, error: BaseException
     if isinstance(cause, ImportError) and cause.name:
         names = ", ".join(source.name for source in sources)
         return InPlaceTTTError(
-            f"{names} takes the package {cause.name}, which is not installed; pip install {cause.name}."
+            f"{names} needs the package {cause.name}, which is not installed; pip install {cause.name}."
         )
     culprit = _culprit(sources, reading)
     if culprit is None and (differing := _differing_field(sources, reading)) is not None:
-        return InPlaceTTTError(f"{differing}; make them alike, or leave that field out of the files.")
+        return InPlaceTTTError(f"{differing}; use one type, or leave that field out of the files.")
     where, error = culprit or (", ".join(source.name for source in sources), root_cause(error))
     if isinstance(error, StopIteration):
         return InPlaceTTTError(f"{where} holds no records; leave it out.")

@@ -47,20 +47,20 @@ HUB_NAME = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<config>[^@:]+))?(@(?P<
 
 
 _MOST_ENTRIES = 200_000
-"""Files of a folder that are looked through; more are those of a whole disk."""
+"""Most files that are searched in a folder. A folder with more is probably a whole disk."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How sources are read.
+    """Settings with which sources are read.
 
     Attributes:
         format: a loader of `datasets` for every file; "auto" goes by each file's ending.
         text_field: the field of a record that holds its text. None takes `input_ids`, `text` or `messages`,
             the first that a record has.
-        split: of a dataset, where its name gives none.
+        split: split of a dataset, unless its name gives one.
         cache: folder in which `datasets` keeps converted files; None for its own.
-        field_option, format_option: how the caller's user sets `text_field` and `format`, for errors.
+        field_option, format_option: options with which the user sets `text_field` and `format`, for errors.
     """
 
     format: str = "auto"
@@ -101,15 +101,15 @@ def find(name: str, reading: Reading, option: str) -> Source:
     """Returns the source that a name stands for: a file, a folder, a glob pattern or a dataset of the hub.
 
     Files of a folder or pattern come in the order of their names. In a folder, `.json` files count only if
-    it holds no other documents: beside others they describe the data.
+    it holds no other documents. Otherwise they describe the data.
 
     Args:
         name: the name that the user gave.
         reading: how sources are read.
-        option: the option or setting that the user gave the name to.
+        option: the option or setting in which the user gave the name.
 
     Raises:
-        InPlaceTTTError: if nothing has that name, or its files have an unknown format or several.
+        InPlaceTTTError: if nothing has that name, or its files have an unknown format or several formats.
     """
     path, role = Path(name).expanduser(), option.removeprefix("data.")
     if reading.format == "hub":
@@ -199,7 +199,7 @@ def _common_kind(name: str, files: list[Path], reading: Reading, option: str) ->
     if None in kinds:
         unknown = next(file for file in files if _kind(file) is None)
         raise InPlaceTTTError(
-            f"{option}: the ending of {unknown} names no format that is read here; {remedy}give texts that "
+            f"{option}: the ending of {unknown} is not that of a known format; {remedy}give texts that "
             f"end in {', '.join(sorted(KINDS))}."
         )
     if len(kinds) > 1:
@@ -215,7 +215,7 @@ def _common_kind(name: str, files: list[Path], reading: Reading, option: str) ->
 
 
 def _unknown(file: Path, reading: Reading) -> str | None:
-    """Returns the loader of a file whose ending is unknown: text if nobody can set the format."""
+    """Returns the loader of a file whose ending is unknown: text if the user cannot set the format."""
     is_other = file.suffix.lower().removeprefix(".") in _OTHER_FORMATS
     return None if reading.format_option or is_other else "text"
 

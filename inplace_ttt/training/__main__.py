@@ -29,7 +29,7 @@ def main() -> int:
         "--from-scratch", action="store_true", help="start anew although the output has checkpoints"
     )
     parser.add_argument("--no-audit", action="store_true", help="skip the audit before the first step")
-    # DeepSpeed's launcher adds it
+    # DeepSpeed's launcher adds this argument
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     end_with_launcher()
@@ -55,7 +55,10 @@ def main() -> int:
 
 
 def _report(refusal: str) -> None:
-    """Passes the reason to the launcher, which prints it after all processes have ended, or prints it."""
+    """Passes the reason to the launcher, which prints it once all processes have ended.
+
+    Without a launcher on this machine, it prints the reason itself.
+    """
     file = os.environ.get(REFUSAL)
     try:
         if file is not None and not os.path.getsize(file):
@@ -95,7 +98,7 @@ def last_net() -> Iterator[None]:
             traceback.print_exc()
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
             raise InPlaceTTTError(
-                f"there is not enough memory for it ({one_line(error)}); inplace-ttt plan prints the "
+                f"there is not enough memory for this run ({one_line(error)}); inplace-ttt plan prints the "
                 "memory that a run needs."
             ) from None
         if isinstance(error, OSError) and (reason := refused_by_system(error)) is not None:

@@ -1,4 +1,4 @@
-"""The model of a recipe: a base, a converted model or one from scratch, and the parameters to train."""
+"""Builds the model of a recipe: a base, a converted model or a new one, with the parameters to train."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _convert(built: PreTrainedModel, ttt: InPlaceTTTConfig | None, recipe: Recip
 def meta_model(recipe: Recipe) -> PreTrainedModel:
     """Builds the model of a recipe on the meta device: shapes, names and `requires_grad`.
 
-    It reads the config as `planned_architecture` does, and no weights.
+    It reads the config as `planned_architecture` does, but no weights.
 
     Args:
         recipe: the run's recipe.
@@ -174,7 +174,7 @@ def _architecture(
         _refuse(
             recipe,
             "ttt",
-            f"{path} is converted already, so that ttt does nothing; remove the section or give the base",
+            f"{path} is converted already, so ttt does nothing; remove the section or give the base",
         )
     if not converted and surgery is not None and surgery.needs_calibration:
         _refuse(
@@ -270,8 +270,8 @@ def _override(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedConfig:
         _refuse(
             recipe,
             "model.overrides.sliding_window",
-            "no layer would use it; set use_sliding_window: true and max_window_layers: 0 as well, or "
-            "layer_types",
+            "no layer would use the window; set use_sliding_window: true and max_window_layers: 0 as well, "
+            "or layer_types",
         )
     return changed
 
@@ -303,7 +303,7 @@ def _choose_trained(model: PreTrainedModel, recipe: Recipe) -> PreTrainedModel:
 
 
 def _add_lora(model: PreTrainedModel, recipe: Recipe) -> Any:
-    """Adds LoRA to the frozen model. The TTT parameters are trained and saved beside it."""
+    """Adds LoRA to the frozen model. The TTT parameters are trained and saved with it."""
     try:
         from peft import LoraConfig, get_peft_model
         from peft.tuners.tuners_utils import check_target_module_exists
@@ -327,7 +327,7 @@ def _add_lora(model: PreTrainedModel, recipe: Recipe) -> Any:
                 recipe,
                 "training.lora.targets",
                 f"{names[layer]} is the fast weight of layer {index}, which LoRA cannot adapt as well; leave "
-                f"{names[layer].rpartition('.')[2]} out, or name the targets by a pattern that spares "
+                f"{names[layer].rpartition('.')[2]} out, or name the targets by a pattern that leaves out "
                 f"layers {sorted(fast_weights(model))}",
             )
     for target in [lora.targets] if isinstance(lora.targets, str) else [[one] for one in lora.targets]:
@@ -341,7 +341,7 @@ def _add_lora(model: PreTrainedModel, recipe: Recipe) -> Any:
     # One dtype for all: DeepSpeed keeps float32 master weights, and ZeRO-3 refuses mixed dtypes.
     adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
     for parameter in adapted.parameters():
-        if parameter.requires_grad:  # PEFT makes them float32 beside eight-bit weights
+        if parameter.requires_grad:  # PEFT makes them float32 if the weights have eight bits
             parameter.data = parameter.data.to(getattr(torch, recipe.model.dtype))
     return adapted
 

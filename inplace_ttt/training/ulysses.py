@@ -54,7 +54,7 @@ def sharing_problems(recipe: Recipe, chunk_size: int, config: PreTrainedConfig |
         )
     if recipe.model.attn_implementation == "flash_attention_2" and recipe.training.batch_size > 1:
         found.append(
-            f"With {recipe.training.batch_size} rows at a time that ranks share, flash attention would not "
+            f"If ranks share {recipe.training.batch_size} rows at a time, flash attention would not "
             "see the documents; set training.batch_size to 1 and raise training.gradient_accumulation_steps."
         )
     return found
@@ -73,7 +73,7 @@ def attention_heads(config: PreTrainedConfig) -> tuple[int, int]:
 
 
 def sdpa_sees_documents() -> None:
-    """Replaces transformers' "sdpa" attention by one that makes a missing mask from position_ids."""
+    """Replaces transformers' "sdpa" attention by a version that makes a missing mask from position_ids."""
 
     def forward(
         module: nn.Module,

@@ -155,7 +155,7 @@ def test_half_a_checkpoint_is_one_line(
     index = json.loads((half / "model.safetensors.index.json").read_text())
     del index["weight_map"][lost]
     (half / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert "has the TTT tensors proj where its config requires conv, proj" in refused(capsys, half)
+    assert "has the TTT tensors proj, but its config requires conv, proj" in refused(capsys, half)
 
 
 def test_a_recipe_with_a_typo_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

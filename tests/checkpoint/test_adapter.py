@@ -35,6 +35,8 @@ def test_round_trip(trained: Path, tmp_path: Path) -> None:
     assert cli.main(["export", str(trained), str(tmp_path / "adapter"), "--format", "adapter"]) == 0
     assert sorted(bytes_of(tmp_path / "adapter")) == [
         "README.md",
+        "config.json",
+        "configuration_inplace_ttt.py",
         "inplace_ttt.json",
         "inplace_ttt.safetensors",
     ]

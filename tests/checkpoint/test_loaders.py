@@ -5,10 +5,12 @@ import copy
 import io
 import json
 import pickle
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +30,7 @@ from transformers import (
     pipeline,
 )
 
-from inplace_ttt import InPlaceTTTConfig, convert
+from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, convert, save_adapter
 from inplace_ttt.families import CACHE
 from inplace_ttt.surgery import config_of, fast_weights, is_converted
 
@@ -260,6 +262,76 @@ def test_a_pipeline_takes_the_folder(saved: dict[str, tuple[Path, PreTrainedMode
     folder, model = saved["llama"]
     made = pipeline("text-generation", model=str(folder), tokenizer=_words())
     assert torch.equal(logits(made.model, IDS), logits(model, IDS))
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> tuple[Path, PreTrainedModel]:
+    """An adapter folder, and the converted model that was saved as this adapter."""
+    build("llama").save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    model = convert(base, InPlaceTTTConfig(layers=LAYERS, chunk_size=CHUNK)).eval()
+    turn_writer_on(model)
+    save_adapter(model, tmp_path / "adapter")
+    return tmp_path / "adapter", model
+
+
+def test_an_auto_class_takes_an_adapter_folder(adapter: tuple[Path, PreTrainedModel]) -> None:
+    folder, model = adapter
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    assert not loaded.training and torch.equal(logits(loaded, IDS), logits(model, IDS))
+    asked = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, attn_implementation="eager", use_cache=False
+    )
+    assert asked.dtype == torch.float64 and asked.config._attn_implementation == "eager"
+    assert asked.config.use_cache is False
+    made = pipeline("text-generation", model=str(folder), tokenizer=_words())
+    assert torch.equal(logits(made.model, IDS), logits(model, IDS))
+
+
+def test_an_adapter_folder_that_cannot_be_loaded_is_refused(adapter: tuple[Path, PreTrainedModel]) -> None:
+    folder, _ = adapter
+    with pytest.raises(ValueError, match="Unrecognized configuration class"):
+        AutoModelForTokenClassification.from_pretrained(folder)
+    (folder.parent / "base").rename(folder.parent / "moved")
+    with pytest.raises(InPlaceTTTError, match="which does not exist"):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_a_process_without_the_import_is_asked_for_it(adapter: tuple[Path, PreTrainedModel]) -> None:
+    """It loads the adapter with `trust_remote_code=True`, and refuses without."""
+    folder, model = adapter
+    torch.save(logits(model, IDS), folder.parent / "logits")
+    code = (
+        "import sys, torch\nfrom transformers import AutoModelForCausalLM\n"
+        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=sys.argv[2] == 'yes')\n"
+        "known = torch.load(sys.argv[1] + '/../logits')\n"
+        f"ids = torch.tensor({IDS.tolist()})\n"
+        "with torch.no_grad(): assert torch.equal(model(ids, use_cache=False).logits, known)\n"
+    )
+
+    def run(trust: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", code, str(folder), trust]
+        return subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+
+    assert (done := run("yes")).returncode == 0, done.stderr[-2000:]
+    assert (done := run("no")).returncode == 1 and "trust_remote_code=True" in done.stderr
+
+
+def test_pushed_to_the_hub_it_is_the_same_model(
+    saved: dict[str, tuple[Path, PreTrainedModel]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers' own `push_to_hub`, up to the upload, whose files are loaded again."""
+    _, model = saved["llama"]
+
+    def upload(self: Any, working_dir: str, *args: Any, **kwargs: Any) -> None:
+        shutil.copytree(working_dir, tmp_path / "hub")
+
+    hub = SimpleNamespace(create_repo=lambda name, **how: SimpleNamespace(repo_id=name))
+    monkeypatch.setattr("transformers.utils.hub.hf_api", lambda: hub)
+    monkeypatch.setattr(PreTrainedModel, "_upload_modified_files", upload)
+    model.push_to_hub("somebody/llama-ttt")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hub")
+    assert torch.equal(logits(loaded, IDS), logits(model, IDS))
 
 
 def _words() -> Any:

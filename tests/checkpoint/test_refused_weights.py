@@ -117,7 +117,7 @@ def test_a_tensor_of_the_base_has_another_shape(folders: dict[str, Path], tmp_pa
     other = changed(folders["base"], tmp_path / "other", narrow)
     said = (
         r"layers.0.self_attn.q_proj.weight is \[3, 32\], but its config.json gives \[32, 32\] \(1 more "
-        r"differ\); use config and"
+        r"differ\); use the config and"
     )
     with pytest.raises(InPlaceTTTError, match=said):
         load_base(other)
@@ -132,7 +132,7 @@ def test_a_config_of_a_far_larger_model(key: str, folders: dict[str, Path], tmp_
     (other / "config.json").write_text(json.dumps(config | {key: 10**8}))
     with pytest.raises(
         InPlaceTTTError,
-        match=r"its config.json describes [\d,]+ parameters, and its weights take [\d,]+ bytes",
+        match=r"its config.json describes [\d,]+ parameters, but its weights take [\d,]+ bytes",
     ):
         load_base(other)
 

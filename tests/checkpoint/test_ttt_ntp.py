@@ -111,7 +111,7 @@ def test_import_computes_what_the_formulas_say(
 
 def test_import_leaves_nothing_foreign(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["import-reference", str(write_ntp(tmp_path / "public")), str(tmp_path / "ours")]) == 0
-    assert "TTT-NTP, its training form" in capsys.readouterr().out
+    assert "this is the training form of TTT-NTP" in capsys.readouterr().out
     assert not any(
         key.startswith("ttt_") for key in json.loads((tmp_path / "ours" / "config.json").read_text())
     )

@@ -82,22 +82,22 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
         ),
         (
             ["convert", "BASE", "OUT", "--chunk-size", "4", "--set", "chunk_size=8"],
-            "--chunk-size does nothing beside --set chunk_size=8",
+            "--chunk-size does nothing next to --set chunk_size=8",
         ),
         (
             ["info", "BASE", "--base", "OUT"],
-            "is not an adapter folder, so that a base does nothing beside it",
+            "is not an adapter folder, so it needs no base",
         ),
         (
             ["export", "BASE", "OUT", "--format", "reference", "--base", "OUT"],
-            "is not an adapter folder, so that a base does nothing beside it",
+            "is not an adapter folder, so it needs no base",
         ),
         (["serve", "BASE", "--api-key", ""], "--api-key must not be empty"),
         (
             ["generate", "BASE", "--prompt-file", "TEXT", "--save-state", "TEXT"],
             "is a file that this command did not write, so it is not replaced",
         ),
-        (["generate", "BASE", "--prompt-file", "TEXT", "--save-state", "OUT/state"], "cannot write beside"),
+        (["generate", "BASE", "--prompt-file", "TEXT", "--save-state", "OUT/state"], "cannot write next to"),
     ],
 )
 def test_arguments(

@@ -379,16 +379,16 @@ def test_a_pipe_gets_the_answers_alone(world: Path, tmp_path: Path) -> None:
         ("/read", "/read needs a file; give /read FILE."),
         ("/read none.txt", "cannot read the file none.txt: "),
         ("/read .", "cannot read the file .: "),
-        ("/read -", "- is standard input, which the turns of the chat come from; give a file."),
+        ("/read -", "- is standard input, from which the chat reads its turns; give a file."),
         ("/read empty.txt", "empty.txt holds no text; give something to read."),
         ("/read latin.txt", "cannot read the file latin.txt: "),
         ("/save", "this session does not have a file yet; give one: /save FILE."),
-        ("/save empty.txt/x", "cannot write beside empty.txt/x: "),
+        ("/save empty.txt/x", "cannot write next to empty.txt/x: "),
         ("/save latin.txt", "latin.txt"),
         ("/fork", "/fork needs a file; give /fork FILE."),
         ("/fork latin.txt", "latin.txt"),
-        ("/quit now", "/quit takes nothing after it; give /quit alone."),
-        ("/off all", "/off takes nothing after it; give /off alone."),
+        ("/quit now", "/quit does not take an argument; give /quit alone."),
+        ("/off all", "/off does not take an argument; give /off alone."),
     ],
 )
 def test_a_refused_command_is_one_sentence_and_the_chat_goes_on(
@@ -411,7 +411,7 @@ def test_a_refused_command_is_one_sentence_and_the_chat_goes_on(
         (("ttt", "--read", "none.txt"), "cannot read the file none.txt"),
         (("ttt", "--read", "-"), "- is standard input"),
         (("ttt", "--session", "book.txt"), "book.txt"),
-        (("ttt", "--session", "none/s"), "cannot write beside none/s"),
+        (("ttt", "--session", "none/s"), "cannot write next to none/s"),
         (("ttt", "--system", " "), "--system is empty"),
         (("ttt", "--max-new-tokens", "0"), "--max-new-tokens must be at least 1"),
         (("base",), "not a converted checkpoint"),
@@ -419,6 +419,7 @@ def test_a_refused_command_is_one_sentence_and_the_chat_goes_on(
         (("ttt", "--sessions", "kept"), "--sessions is for the page; give --web too"),
         (("ttt", "--web", "--session", "s"), "--session is for the terminal"),
         (("ttt", "--web", "--read", "book.txt"), "--read is for the terminal"),
+        (("http://127.0.0.1:1", "--web"), "--web needs a model on this machine, not a server"),
         (("ttt", "--web", "--ttt", "off"), "--ttt off is for the terminal"),
         (("ttt", "--web"), "needs Gradio, which is not installed; in a checkout of inplace-ttt, pip install"),
     ],
@@ -440,8 +441,8 @@ def test_positions_beyond_the_config_are_named_once(world: Path, tmp_path: Path,
 
 def test_system_instructions_for_a_session_that_has_begun(world: Path, tmp_path: Path, chats: Chats) -> None:
     words = (world / "ttt", *SHORT, "--session", tmp_path / "s", "--system", "be brief")
-    assert "--system acts after" not in chats.run(*words, lines=("hello",))[1]
-    assert "--system acts after" in chats.run(*words, lines=("hello",))[1]
+    assert "--system takes effect after" not in chats.run(*words, lines=("hello",))[1]
+    assert "--system takes effect after" in chats.run(*words, lines=("hello",))[1]
 
 
 def test_a_full_stdout_ends_the_chat_and_the_session_stays(

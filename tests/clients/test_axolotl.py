@@ -82,9 +82,7 @@ def test_lora_beside_conv_and_p(settings: dict[str, Any]) -> None:
         "max_steps": 3,
     }
     done = axolotl(settings, **lora)
-    assert (
-        done.returncode != 0 and "conv and P are frozen, so that nothing would learn to write" in done.stderr
-    )
+    assert done.returncode != 0 and "conv and P are frozen, so nothing would learn to write" in done.stderr
     done = axolotl(settings, **lora, lora_modules_to_save=["ttt"])
     assert done.returncode == 0, done.stderr[-2000:]
     assert all(layer["gradients"]["conv"] > 0 for layer in lines()[-1]["layers"])
@@ -129,5 +127,5 @@ def test_a_surgery_too_much_or_too_little_is_refused(settings: dict[str, Any]) -
         manager.post_model_build(DictDefault({"inplace_ttt": {"ttt": {"preset": "ridge"}}}), model)
     manager.post_model_build(DictDefault(settings), model)
     assert list(fast_weights(model)) == [0, 6]
-    with pytest.raises(ValueError, match=r"converted already, so that inplace_ttt\.ttt does nothing"):
+    with pytest.raises(ValueError, match=r"converted already, so inplace_ttt\.ttt does nothing"):
         manager.post_model_build(DictDefault(settings), model)

@@ -207,17 +207,17 @@ def test_bad_input_is_one_line(
         ([model, "--text", tmp_path / "blank", "--out", out], "holds no text"),
         (
             [model, "--text", tmp_path / "short", "--out", out],
-            "gives 17 tokens, at most one chunk of 16 and a token",
+            "has 17 tokens, so with chunks of 16 no prediction reads a write",
         ),
         (
             [model, "--text", text, "--out", out, "--tokens", "9"],
-            "gives 9 tokens (--tokens 9), at most one chunk of 16",
+            "has 9 tokens (--tokens 9), so with chunks of 16 no prediction",
         ),
         ([model, "--text", tmp_path / "latin", "--out", out], "give a UTF-8 text file"),
         ([model, "--text", tmp_path / "nowhere", "--out", out], "does not exist"),
         (
             [foreign, "--text", tmp_path / "fives", "--out", out],
-            "has the tokenizer of another model: it gives ids up to 5000, the model has 97",
+            "has the tokenizer of another model: it gives ids up to 5000, but the model has 97",
         ),
         ([base, "--text", text, "--out", out], "is not a converted checkpoint"),
         ([tmp_path / "no" / "model", "--text", text, "--out", out], "does not exist"),

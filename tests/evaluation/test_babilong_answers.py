@@ -225,7 +225,7 @@ def test_the_samples_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
             ["ttt", "--lengths", "1500", "--text", "base"],
             "the records of base lack the field 'text' (they have",
         ),
-        (["ttt", "--lengths", "1500,200", "--text", "book.txt", "--tasks", "qa4"], "qa4 takes at least"),
+        (["ttt", "--lengths", "1500,200", "--text", "book.txt", "--tasks", "qa4"], "qa4 needs at least"),
         (
             ["ttt", "--lengths", "1500", "--text", "book.txt", "--base", "ttt"],
             "is a converted checkpoint; --base takes",

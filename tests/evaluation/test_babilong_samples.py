@@ -289,7 +289,7 @@ def test_a_text_that_is_too_short_begins_again(tmp_path: Path, prompter: Prompte
 def test_a_length_that_cannot_be(name: str, filler: Filler, prompter: Prompter) -> None:
     with pytest.raises(
         InPlaceTTTError,
-        match=rf"{name} takes at least \d+ tokens with this tokenizer, 20 of them for the answer",
+        match=rf"{name} needs at least \d+ tokens with this tokenizer, 20 of them for the answer",
     ):
         made(name, 100, filler, prompter)
 

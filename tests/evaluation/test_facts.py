@@ -267,6 +267,6 @@ def test_texts_that_are_too_short_are_refused() -> None:
     model, fillers, _, _ = model_and_rows(distance=CHUNK)
     with pytest.raises(
         InPlaceTTTError,
-        match=r"3 records and a distance of .* take documents of .* tokens, and one lacks .*; give more",
+        match=r"3 records and a distance of .* need documents of .* tokens, but one lacks .*; give more",
     ):
         recall_of_facts(model, fillers, encode, RECORDS, [99 * CHUNK], Protocol(24, 2, 0, 2))

@@ -58,6 +58,6 @@ def test_the_harmless_choice_that_recalls_most_is_taken() -> None:
 def test_a_text_without_room_for_a_passage_is_refused() -> None:
     with pytest.raises(
         InPlaceTTTError,
-        match=r"takes texts of 72 tokens, and one has 71; give longer texts, or --layers and --eta",
+        match=r"needs texts of 72 tokens, but one has 71; give longer texts, or --layers and --eta",
     ):
         choose(build("llama").eval(), CONFIG, [random_ids(1, 71)])

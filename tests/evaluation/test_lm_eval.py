@@ -15,8 +15,9 @@ import tiny
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from inplace_ttt import InPlaceTTTConfig, convert, disable_ttt, load
+from inplace_ttt import InPlaceTTTConfig, Session, convert, disable_ttt, load
 from inplace_ttt.evaluation.babilong.stories import KINDS
+from inplace_ttt.families import CACHE
 
 MODEL = Path(__file__).parents[2] / ".cache" / "smollm2-135m"
 TASKS = {
@@ -178,6 +179,71 @@ def test_its_own_babilong(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert {*asked} == {("RMT-team/babilong-1k-samples", "0k", "qa1")} and len(on["babilong_qa1"]) == 5
     assert on != off == base
+
+
+@pytest.fixture(scope="module")
+def session(place: Path) -> Path:
+    """A session that has read a text, with an unfinished chunk."""
+    words, model = AutoTokenizer.from_pretrained(place / "ttt"), load(place / "ttt", dtype=torch.float32)
+    read = Session(model)
+    read.read(words(tiny.text(300, seed=9), return_tensors="pt").input_ids)
+    assert read.chunks_written > 2 and read.unwritten
+    read.save(place / "book.session")
+    return place / "book.session"
+
+
+@torch.no_grad()
+def test_a_session_is_read_once_and_asked_many_times(place: Path, session: Path) -> None:
+    """Likelihoods and answers under the session's fast weights, alone and in a batch."""
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    from inplace_ttt.clients.lm_eval import SessionLM
+
+    def asked(batch: int, **settings: Any) -> dict[str, list[Any]]:
+        lm = SessionLM(str(place / "ttt"), dtype="float32", batch_size=batch, **settings)
+        manager = TaskManager(include_path=str(place), include_defaults=False)
+        found = lm_eval.simple_evaluate(
+            lm, tasks=["text", "continuation"], task_manager=manager, limit=5, bootstrap_iters=0
+        )
+        return {
+            task: [sample["filtered_resps"] for sample in rows] for task, rows in found["samples"].items()
+        }
+
+    alone, batched, without = asked(1, session=str(session)), asked(3, session=str(session)), asked(3)
+    assert numbers(batched["text"]) == pytest.approx(numbers(alone["text"]), rel=1e-4)
+    assert batched["continuation"] == alone["continuation"]
+    assert numbers(without["text"]) != pytest.approx(numbers(alone["text"]), rel=1e-2)
+    model = load(place / "ttt", dtype=torch.float32)
+    words, read = AutoTokenizer.from_pretrained(place / "ttt"), Session.load(session, model).drop_kv_cache()
+    texts = [json.loads(line)["text"] for line in (place / "rows.jsonl").read_text().splitlines()]
+    for text, likelihood, (answer,) in zip(texts, numbers(alone["text"]), alone["continuation"], strict=True):
+        ids = torch.tensor([[words.bos_token_id, *words(text, add_special_tokens=False).input_ids]])
+        logs = model(ids, **{CACHE: read.fork().cache}).logits[0, :-1].log_softmax(-1)
+        assert likelihood == pytest.approx(logs.gather(1, ids[0, 1:, None]).sum().item(), rel=1e-4)
+        prompt = words(text, return_tensors="pt").input_ids
+        new = read.fork().generate(prompt, max_new_tokens=8, do_sample=False)
+        assert words.decode(new[0], skip_special_tokens=True).startswith(answer.rstrip())
+
+
+def test_a_session_on_the_command_line(place: Path, session: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "inplace_ttt.clients.lm_eval", "--model", "inplace-ttt"]
+    how = ["--device", "cpu", "--tasks", "text", "--include_path", str(place), "--limit", "2"]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+
+    def run(file: Path) -> subprocess.CompletedProcess[str]:
+        model = ["--model_args", f"pretrained={place / 'ttt'},session={file},dtype=float32"]
+        out = ["--output_path", str(tmp_path / "out")]
+        return subprocess.run(
+            [*command, *how, *model, *out],
+            cwd=tmp_path, env=environment, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+
+    assert (done := run(session)).returncode == 0, done.stderr[-2000:]
+    assert len(list((tmp_path / "out").rglob("results_*.json"))) == 1
+    done = run(tmp_path / "missing.session")
+    assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith("lm_eval: ")
+    assert "missing.session" in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.real

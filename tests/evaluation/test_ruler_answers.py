@@ -255,7 +255,7 @@ def test_what_a_reader_must_know_is_said(capsys: pytest.CaptureFixture[str], tmp
             ["ttt", "--lengths", "1024", "--tasks", "fwe", "--dtype", "half-a-byte"],
             "is not a dtype of weights",
         ),
-        (["ttt", "--lengths", "200", "--tasks", "fwe"], "fwe takes at least"),
+        (["ttt", "--lengths", "200", "--tasks", "fwe"], "fwe needs at least"),
         (
             ["ttt", "--lengths", "1024", "--tasks", "niah_single_2", "--haystack", "nowhere.txt"],
             "the file or folder nowhere.txt does not exist",
@@ -432,5 +432,5 @@ def test_a_length_that_cannot_be_is_refused_before_anything_runs(
         str(tmp_path),
     ]
     assert cli.main(["ruler", "ttt", *arguments]) == 2
-    assert "and must fit 64; raise --lengths or leave it out" in capsys.readouterr().err
+    assert "but must fit 64; raise --lengths or leave it out" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -500,6 +500,6 @@ def test_a_model_that_reads_images_and_a_split_input_are_refused() -> None:
     gradient = InPlaceTTTConfig(layers=LAYERS, chunk_size=CHUNK, target="gradient")
     model = build("llama")
     model.config.vision_config = {}
-    with pytest.raises(InPlaceTTTError, match="reads text alone, and this model reads images too"):
+    with pytest.raises(InPlaceTTTError, match="reads text alone, but this model reads images too"):
         convert(model, gradient)
     assert gradient.wanting_whole_input == ["target='gradient'"]

@@ -181,7 +181,7 @@ def test_a_cache_of_another_batch_is_refused() -> None:
     cache = DynamicCache(config=model.config)
     logits(model, random_ids(2, 9), **{CACHE: cache}, use_cache=True)
     stream = cache.layers[0].fast_weight
-    with pytest.raises(InPlaceTTTError, match=r"holds 2 sequences, the batch has 3; start a new cache"):
+    with pytest.raises(InPlaceTTTError, match=r"holds 2 sequences, but the batch has 3; start a new cache"):
         stream.advance(
             torch.zeros(3, 1, 32), torch.zeros(3, 1, 48), torch.zeros(3, 1, 32), [(0, 1)] * 3, None
         )

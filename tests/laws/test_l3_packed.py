@@ -129,7 +129,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
         CU | {"position_ids": torch.arange(37)[None]},
     ),
     "cu_seq_lens of several rows": (
-        "cu_seq_lens describe one packed row, the batch has 2",
+        "cu_seq_lens describe one packed row, but the batch has 2",
         AT | CU | {"ids": IDS.repeat(2, 1)},
     ),
     "cu_seq_lens beyond the row": ("leaves 0:37", AT | cu_seq_lens([17, 30])),

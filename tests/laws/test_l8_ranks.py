@@ -131,5 +131,5 @@ def test_a_border_inside_a_chunk_is_refused() -> None:
             InPlaceTTTError, match="rank 1 begins at token 24 of row 0, 4 tokens into a chunk of 5"
         ):
             layout.part(rank, 2)
-    with pytest.raises(InPlaceTTTError, match="rows of 48 tokens do not divide by 5 ranks"):
+    with pytest.raises(InPlaceTTTError, match="rows of 48 tokens cannot be split evenly over 5 ranks"):
         layout.part(0, 5)

@@ -197,7 +197,7 @@ def test_bad_input_is_refused() -> None:
         ("ttt-linear", {"form": "pubic"}, "form must be 'paper' or 'public', got 'pubic'"),
         ("lact", {"muon": "none"}, "muon must be 'usual' or 'public'"),
         ("lact", {"base_rate": 0.0}, "base_rate must be above 0"),
-        ("lact", {"expand": 0}, "expand at least 1"),
+        ("lact", {"expand": 0}, "expand must be at least 1"),
         ("ttt-mlp", {"eta_base": math.nan}, "eta_base must be a number of at least 0"),
         ("gla", {"temperature": 0.0}, "temperature must be above 0"),
         ("titans", {"theta": math.nan}, "alpha, eta and theta must be 0 to 1"),

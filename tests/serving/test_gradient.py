@@ -114,7 +114,7 @@ def test_over_http_a_file_is_a_memory_to_read(server: Server, model: PreTrainedM
     status, error = call(server, "POST", "/v1/completions", {**request, "memory": "book"})
     assert (
         status == 400
-        and "upload its file to /v1/memories/NAME/file, and set freeze" in error["error"]["message"]
+        and "upload the session's file to /v1/memories/NAME/file, and set freeze" in error["error"]["message"]
     )
     assert "requests read memories and write none" in server.log.read_text()
     assert {layer.fast.config.target for layer in fast_weights(model).values()} == {"gradient"}

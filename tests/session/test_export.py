@@ -249,7 +249,7 @@ def test_merged_sessions_are_saved(tmp_path: Path) -> None:
 
 def test_refuses_sessions_that_do_not_add_up() -> None:
     session = read_once("llama", "one write per prompt")
-    with pytest.raises(InPlaceTTTError, match="does not add up"):
+    with pytest.raises(InPlaceTTTError, match="two such writes cannot be added"):
         session.merge(session.fork())
     one, two = (Session(converted("llama")) for _ in range(2))
     with pytest.raises(InPlaceTTTError, match="two models"):

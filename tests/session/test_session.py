@@ -362,7 +362,9 @@ def test_a_session_that_cannot_go_on_so_says_it_and_stays(llama, options, says):
         options = {"assistant_model": llama}
     with pytest.raises(InPlaceTTTError, match=says):
         state.generate(random_ids(1, 3), max_new_tokens=3, **options)
-    with pytest.raises(InPlaceTTTError, match="the session holds 1 sequences, the new tokens have 2 rows"):
+    with pytest.raises(
+        InPlaceTTTError, match="the session holds 1 sequences, but the new tokens have 2 rows"
+    ):
         state.read(random_ids(2, 3))
     assert_true(llama, state, carry_on(state))
 
@@ -427,7 +429,7 @@ def test_what_the_session_does_not_know_is_no_text_to_drop(llama, tmp_path, how,
         state = Session(llama, state.cache)
     kept = [] if how == "a cache alone" else [lambda ids: state.save(tmp_path / "s")]
     for call in (state.read, state.generate, *kept):
-        with pytest.raises(InPlaceTTTError, match=r"cache has read \d+ tokens and the session holds \d+"):
+        with pytest.raises(InPlaceTTTError, match=r"cache has read \d+ tokens, but `tokens` holds \d+"):
             call(random_ids(1, 12))
     assert not (tmp_path / "s").exists()
 

@@ -53,7 +53,7 @@ def test_rows_are_those_of_the_seed() -> None:
     [
         (5, 16, 64, "16 has 4 keys"),
         (1, 1, 64, "1 has 0 keys"),
-        (5, 64, 19, "at least 20 tokens, sequence_length is 19"),
+        (5, 64, 19, "at least 20 tokens, but sequence_length is 19"),
     ],
 )
 def test_what_does_not_fit_is_refused(pairs: int, vocabulary: int, length: int, says: str) -> None:

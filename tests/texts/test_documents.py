@@ -121,7 +121,7 @@ BAD = {
         "lacks records with text in its field 'text'",
     ),
     "lines in a txt": ("a.txt", LINES.encode(), "holds JSON lines, not text; give it the ending .jsonl"),
-    "table": ("a.csv", b"text\nx\n", "names no format that is read here"),
+    "table": ("a.csv", b"text\nx\n", "is not that of a known format"),
     "chat without content": ("a.jsonl", b'{"messages": [{"role": "user"}]}\n', "give each a text 'role'"),
     "chat of pictures": (
         "a.jsonl",
@@ -171,7 +171,7 @@ def test_without_datasets_text_files_alone_are_read(tmp_path: Path, monkeypatch:
     (tmp_path / "a.txt").write_text("x")
     (tmp_path / "b.jsonl").write_text(LINES)
     assert documents_in([tmp_path / "a.txt"])[0].text() == "x"
-    with pytest.raises(InPlaceTTTError, match="takes the package datasets, which is not installed"):
+    with pytest.raises(InPlaceTTTError, match="needs the package datasets, which is not installed"):
         documents_in([tmp_path / "b.jsonl"])
 
 

@@ -316,7 +316,7 @@ def test_the_table_has_errors_over_seeds() -> None:
             ["model.width=40"],
             "linear-attention alone has more parameters than an MLP of width 40; raise model.width by",
         ),
-        (["training.length=30"], "recall of 8 pairs takes at least 32 tokens"),
+        (["training.length=30"], "recall of 8 pairs needs at least 32 tokens"),
         (["training.stepz=1"], "--set, training.stepz: unknown setting"),
     ],
 )

@@ -208,7 +208,7 @@ def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path, length: int) -> 
     callback = InPlaceTTTCallback(eta_warmup_steps=10).attach(run)
     before = {name: p.detach().clone() for name, p in run.model.named_parameters()}
     run.model.register_forward_hook(broken_from(7))
-    with pytest.raises(NotSoError, match="is not finite at step 4; go on from the checkpoint before it"):
+    with pytest.raises(NotSoError, match="is not finite at step 4; continue from the checkpoint before it"):
         run.train()
     assert all(p.isfinite().all() for p in run.model.parameters())
     assert any(not torch.equal(p, before[name]) for name, p in run.model.named_parameters())

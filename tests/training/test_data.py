@@ -206,7 +206,7 @@ class TestOrder:
         (tmp_path / "rows.json").write_text('{"rows": 2, "places": [{"nothing": 1}], "used": 0}')
         with pytest.raises(
             InPlaceTTTError,
-            match=r"rows\.json cannot be read .*; remove it, and the rows before it are read again\.$",
+            match=r"rows\.json cannot be read .*; remove it, and the run makes the earlier rows again\.$",
         ):
             rows_to_come(stream, given, 2, tmp_path)
 

@@ -26,18 +26,18 @@ ZERO = {"zero_optimization": {"stage": 2}}
         ({"scheduler": {"type": "WarmupLR"}}, "scheduler would replace the recipe's settings under training"),
         (
             {"gradient_clipping": 7},
-            "gradient_clipping is 7, and training.max_grad_norm makes it 1.0; leave it out",
+            "gradient_clipping is 7, but training.max_grad_norm sets it to 1.0; leave it out",
         ),
         (
             {"gradient_accumulation_steps": 9},
-            "gradient_accumulation_steps is 9, and training.gradient_accumulation_steps makes it 1",
+            "gradient_accumulation_steps is 9, but training.gradient_accumulation_steps sets it to 1",
         ),
         (
             {"train_batch_size": True},
-            "train_batch_size is True, and batch_size x gradient_accumulation_steps x processes makes it 1",
+            "train_batch_size is True, but batch_size x gradient_accumulation_steps x processes sets it to 1",
         ),
-        ({"fp16": {"enabled": True}}, "fp16.enabled is True, and model.dtype makes it False"),
-        ({"bf16": {"enabled": True}}, "bf16.enabled is True, and model.dtype makes it False"),
+        ({"fp16": {"enabled": True}}, "fp16.enabled is True, but model.dtype sets it to False"),
+        ({"bf16": {"enabled": True}}, "bf16.enabled is True, but model.dtype sets it to False"),
         ({"bf16": 1}, "bf16 must be a table, got 1"),
         (
             {"zero_optimization": {"stage": 2, "offload_optimizer": "cpu"}},

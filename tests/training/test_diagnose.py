@@ -100,7 +100,7 @@ def test_a_comparison_needs_documents(tmp_path: Path) -> None:
         tiny_recipe(tmp_path, "monitor.compare_steps=2")
     row = {name: list(range(17)) for name in ("input_ids", "position_ids", "labels")}
     with pytest.raises(
-        InPlaceTTTError, match=r"no held-out document has more than 17 tokens, so that monitor\.compare_steps"
+        InPlaceTTTError, match=r"no held-out document has more than 17 tokens, so monitor\.compare_steps"
     ):
         documents_to_compare([row], CHUNK)
 

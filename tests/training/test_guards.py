@@ -83,7 +83,7 @@ def test_writes_out_of_range() -> None:
     check_writes({3: WriteHealth(4, 2.0, 0.5, 0.0), 5: WriteHealth(0, 0.0, 0.0, 0.0)}, 10.0, warnings)
     assert [
         "layer 3: writes move" in warnings[0],
-        "layer 5: a forward completed no chunk" in warnings[1],
+        "layer 5: a forward pass completed no chunk" in warnings[1],
     ] == [True, True]
     for ratio in (11.0, float("inf")):
         with pytest.raises(NotSoError, match="layer 3: the writes of one document move the weight by"):

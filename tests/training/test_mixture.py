@@ -108,6 +108,6 @@ def test_sources_that_cannot_have_their_share_are_refused(
                 [sources[0], tmp_path / "none.jsonl"], weights=[1, 1], streaming=streaming, chunk_size=CHUNK
             )
     with pytest.raises(
-        InPlaceTTTError, match=r"one pass over every document has .* tokens, and the sources have 363"
+        InPlaceTTTError, match=r"one pass over every document has .* tokens, but the sources have only 363"
     ):
         build(sources, weights=[1e-6, 1])

@@ -134,7 +134,8 @@ def test_a_window_over_a_family_with_layer_types(tmp_path: Path) -> None:
     assert build_model(tiny_recipe(tmp_path, **sections)).config.layer_types == ["sliding_attention"] * 3
     sections["model"]["overrides"] = {"sliding_window": 16}
     with pytest.raises(
-        InPlaceTTTError, match="no layer would use it; set use_sliding_window: true and max_window_layers: 0"
+        InPlaceTTTError,
+        match="no layer would use the window; set use_sliding_window: true and max_window_layers: 0",
     ):
         build_model(tiny_recipe(tmp_path, **sections))
 
@@ -287,7 +288,7 @@ def test_what_lora_stands_on_cannot_change_within_a_run(saved: dict[str, Path], 
         assert changes(first, facts(same), "here") == []
     with pytest.raises(
         InPlaceTTTError,
-        match=r"here was trained with model.path.sha256 '.*', not '.*': that cannot change within a run",
+        match=r"here was trained with model.path.sha256 '.*', not '.*', which cannot change within a run",
     ):
         changes(first, facts(other_attention(saved["full"], tmp_path / "other")), "here")
     whole = {"trainable": "ttt", "lora": None}
@@ -352,7 +353,7 @@ def test_refusals(overrides: list[str], sections: dict[str, Any], message: str, 
 def test_surgery_belongs_to_what_is_not_converted(saved: dict[str, Path], tmp_path: Path) -> None:
     for form in ("full", "adapter"):
         with pytest.raises(
-            InPlaceTTTError, match="is converted already, so that ttt does nothing; remove the section"
+            InPlaceTTTError, match="is converted already, so ttt does nothing; remove the section"
         ):
             build_model(tiny_recipe(tmp_path, **{**at(saved[form]), "ttt": {"chunk_size": 16}}))
     with pytest.raises(InPlaceTTTError, match="is not converted and the section ttt is missing"):

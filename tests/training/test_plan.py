@@ -218,7 +218,7 @@ def test_evaluation_that_will_not_fit(tmp_path: Path) -> None:
         and make_plan(recipe, made.evaluation_bytes).warnings == []
     )
     (sentence,) = make_plan(recipe, made.evaluation_bytes - 1).warnings
-    assert "to read held-out rows and has" in sentence
+    assert "to read held-out rows but has" in sentence
 
 
 @pytest.mark.parametrize(

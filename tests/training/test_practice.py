@@ -134,7 +134,7 @@ def test_rows_without_room_for_facts_are_refused() -> None:
     with pytest.raises(
         InPlaceTTTError,
         match=r"data.synthetic_facts: 16 statements, stated twice, and a min_gap of 256 take about [\d,]+ "
-        r"tokens, and rows have 512",
+        r"tokens, but rows have 512",
     ):
         with_practice([], data, encode)
 
@@ -249,7 +249,7 @@ def test_what_attention_sees_anyway_is_said() -> None:
     assert seen_anyway(both, 25) == [] and seen_anyway(Data(train=["a"]), math.inf) == []
     (one,) = seen_anyway(both, 26)
     assert one.startswith(
-        "data.repeated_passages repeats text after 25 tokens, and attention sees 26 of them"
+        "data.repeated_passages repeats text after 25 tokens, but attention sees the last 26"
     )
     assert [warning.split()[0] for warning in seen_anyway(both, math.inf)] == [
         "data.repeated_passages",

@@ -134,7 +134,7 @@ def test_a_finished_run_is_left_as_it_is(
     assert "holds a finished run with training.learning_rate 0.001, not 1e-09" in capsys.readouterr().err
     assert cli.main(["train", recipe, *options, "--set", "training.steps=31"]) == 2
     assert (
-        "has run 32 steps already, and the recipe asks for 31; raise training.steps"
+        "has run 32 steps already, but the recipe asks for 31; raise training.steps"
         in capsys.readouterr().err
     )
     assert files == {file: file.stat().st_mtime_ns for file in output.rglob("*") if file.is_file()}
@@ -159,14 +159,14 @@ def test_a_corrupt_checkpoint(damage: str, unbroken: Path, tmp_path: Path) -> No
         harm(28)
         log = finish(start(recipe, f"output={output}"), code=2)
         assert (
-            "checkpoint-32 is not whole, nor is any other checkpoint: it lacks rng_state_1.pth; bring it "
+            "checkpoint-32 is not complete, nor is any other checkpoint: it lacks rng_state_1.pth; bring it "
             "back, or start anew" in log
         )
         assert (output / "checkpoint-32").exists() and log.count("inplace-ttt train: ") == 1
         return
     report, log = trained(recipe, f"output={output}")
     assert (
-        log.count("checkpoint-32 is not whole: ") == 1
+        log.count("checkpoint-32 is not complete: ") == 1
         and file.name in log
         and report["resumed_from"].endswith("checkpoint-28")
     )
@@ -261,7 +261,7 @@ def test_what_may_not_change_is_refused(setting: str, said: str, unbroken: Path,
     (line,) = (line for line in log.splitlines() if line.startswith("inplace-ttt train: "))
     assert (
         f"checkpoint-32 was trained with {said}" in line
-        and "that cannot change within a run; put it back" in line
+        and "which cannot change within a run; put it back" in line
     )
     assert sorted(output.rglob("*")) == before
 

@@ -206,7 +206,7 @@ def test_a_loss_that_is_no_number_stops_the_run(processes: int, made: Path, tmp_
     save_file(tensors, shard, {"format": "pt"})
     recipe = recipe_file(tmp_path, broken, made / "text")
     log = finish(start(recipe, f"parallel.nproc_per_node={processes}"), code=1)
-    assert "inplace-ttt train: the loss is not finite at step 1; the weights are as before it" in log
+    assert "inplace-ttt train: the loss is not finite at step 1; the weights are as before that step" in log
     assert "the last checkpoint is none: nothing is trained yet, so look for" in log
     assert not (tmp_path / "out" / "final").exists()
 

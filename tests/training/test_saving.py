@@ -45,7 +45,8 @@ def test_a_run_removes_and_replaces_its_own_files_alone(made: Path, tmp_path: Pa
     longer = ("training.steps=4",)
     report, log = trained(recipe, *longer)
     assert (
-        report["resumed_from"].endswith("checkpoint-2") and "is not removed whole: it holds notes.md" in log
+        report["resumed_from"].endswith("checkpoint-2")
+        and "is not removed completely: it holds notes.md" in log
     )
     assert [file.name for file in (output / "checkpoint-2").iterdir()] == ["notes.md"], (
         "all that the run wrote is gone"

@@ -232,7 +232,7 @@ def test_the_plain_recipe(tmp_path: Path) -> None:
             changed("sequence_length: 64", "sequence_length: 65")
             + "parallel: {nproc_per_node: 2, sequence_parallel_size: 2}\n",
             "line 5, data",
-            "sequence_length 65 does not divide by 2 ranks",
+            "sequence_length 65 is not divisible by 2 ranks",
         ),
         (
             changed(

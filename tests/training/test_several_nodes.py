@@ -70,13 +70,15 @@ def test_each_node_keeps_what_its_processes_need(recipe: Path, tmp_path: Path) -
     shutil.rmtree(nodes[0] / "out" / "final")
     log = finish(start(recipe, nodes[::-1]), code=2)
     (line,) = (line for line in log.splitlines() if line.startswith("inplace-ttt train: "))
-    assert "checkpoint-8 is not whole, nor is any other" in line and "give each node the rank it had" in line
+    assert (
+        "checkpoint-8 is not complete, nor is any other" in line and "give each node the rank it had" in line
+    )
     shutil.rmtree(nodes[1] / "out" / "checkpoint-8")
 
     log = finish(start(recipe, nodes))
     assert (
-        log.count("checkpoint-8 is not whole: on ") == 1
-        and "which process 1 reads from, it is not there; the run goes on from" in log
+        log.count("checkpoint-8 is not complete: on ") == 1
+        and "which process 1 reads from, it is not there; the run continues from" in log
     )
     report = json.loads((nodes[0] / "out" / "train_report.json").read_text())
     assert report["resumed_from"].endswith("checkpoint-6") and report["steps"] == 8
@@ -89,7 +91,7 @@ def test_each_node_keeps_what_its_processes_need(recipe: Path, tmp_path: Path) -
     log = finish(start(recipe, nodes), code=2)
     (line,) = (line for line in log.splitlines() if line.startswith("inplace-ttt train: "))
     assert (
-        "checkpoint-8 is not whole, nor is any other checkpoint: on " in line
+        "checkpoint-8 is not complete, nor is any other checkpoint: on " in line
         and "which process 1 reads from, it lacks rng_state_1" in line
     )
     finish(start(recipe, nodes, "training.steps=1", flags=("--from-scratch",)))

@@ -194,7 +194,7 @@ def bad_inputs(path: Path) -> dict[str, tuple[Any, dict[str, Any], str]]:
     return {
         "latin": (path / "latin.txt", {}, r"latin\.txt is not UTF-8 text"),
         "latin among others": (f"{path}/[fl]*.txt", {}, r"/latin\.txt is not UTF-8 text"),
-        "ending": (path / "a.xyz", {}, r"ending of .*a\.xyz names no format .*set data\.format"),
+        "ending": (path / "a.xyz", {}, r"ending of .*a\.xyz is not that of a known format.*set data\.format"),
         "missing": (path / "gone.txt", {}, r"data\.train: the file or folder .*gone\.txt does not exist"),
         "missing folder": ("./gone", {}, r"the file or folder \./gone does not exist"),
         "no match": (f"{path}/*.none", {}, r"no file matches the pattern"),
@@ -221,7 +221,7 @@ def bad_inputs(path: Path) -> dict[str, tuple[Any, dict[str, Any], str]]:
         "unlike": (
             path / "unlike",
             {},
-            r"the field 'id' is int in .*/a\.parquet and str in .*/b\.parquet; make them alike",
+            r"the field 'id' is int in .*/a\.parquet and str in .*/b\.parquet; use one type",
         ),
         "text beside tokens": (
             path / "tokens.jsonl",
@@ -368,7 +368,7 @@ def test_a_package_that_is_missing_is_named(
     (tmp_path / "a.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd")
     monkeypatch.setitem(sys.modules, "zstandard", None)
     with pytest.raises(
-        InPlaceTTTError, match="takes the package zstandard, which is not installed; pip install zstandard"
+        InPlaceTTTError, match="needs the package zstandard, which is not installed; pip install zstandard"
     ):
         build(tmp_path / "a.jsonl.zst", streaming=streaming)
 

@@ -1,6 +1,6 @@
-"""Items on the circumstances in which the rule must hold.
+"""Items on the circumstances in which the model must compute its rule.
 
-The other items name a fault of a rule; these detect that there is one.
+The other items look for one fault each. The items here detect any fault.
 """
 
 from ..item import Item
@@ -21,7 +21,7 @@ _OF_SETTINGS = (
     "start-projection",
     "start-identity",
 )
-"""Items that can deviate because of a setting while the rule is as declared."""
+"""Items that can deviate because of a setting although the model follows its declared rule."""
 _OF_THE_RULE = tuple(item.id for item in (*RULE, *TARGET, *CLIP, *SEQUENCE) if item.id not in _OF_SETTINGS)
 
 CIRCUMSTANCES: tuple[Item, ...] = (

@@ -1,6 +1,6 @@
 """Groups of ids for `Item.named_by`.
 
-Their items name a fault in one circumstance. Other items only detect that there is one.
+The items of a group can name a fault in one circumstance. Other items only detect that there is a fault.
 """
 
 PIECES = (

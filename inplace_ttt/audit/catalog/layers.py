@@ -9,7 +9,7 @@ TTT_NTP = {
     "write_norm": "spectral",
     "preserve_row_norms": True,
 }
-"""Settings of the preset in forwards without a cache; the write at a prompt's end is inference's alone."""
+"""Settings of the preset in forwards without a cache. The write at a prompt's end belongs to inference."""
 
 LAYERS: tuple[Item, ...] = (
     Item(

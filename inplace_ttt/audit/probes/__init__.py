@@ -1,1 +1,1 @@
-"""The probes: each runs the module and decides one item from its outputs."""
+"""The probes. Each runs the module, and decides one item from its outputs."""

@@ -1,17 +1,17 @@
 """The measurements that probes share, on one TTT layer.
 
-Let only the target source X vary. The outputs of chunk i are then linear in the writes of chunks j:
+If only the target source X varies, the outputs of chunk i are linear in the writes of chunks j:
 
     O_i(X) - O_i(0) = Σ_j K[i, j] · Z_i Z_jᵀ V_j,  V = generator(X)
 
-The method is K[i, j] = η for j < i in one document, and 0 elsewhere. Each fault of the rule is a region or a
-property of K, and each fault of the generator is one of V. Two measurements therefore carry most of the
-audit. `reads` is K up to a factor, from chunks with equal keys. `written` is η V, from a chunk that reads
-another one with the same keys.
+In the paper, K[i, j] = η for j < i in one document, and 0 elsewhere. Each fault of the rule shows in a region
+or a property of K, and each fault of the target generator shows in V. So most items are decided from two
+measurements. `reads` is K up to a factor, from chunks with equal keys. `written` is η V, from a chunk that
+reads another chunk with the same keys.
 
-Least squares (an extension) is linear in the targets too. Let n chunks have equal keys, and let g be the
-eigenvalue of one chunk's KᵀK. Each chunk is then read with the factor 1 / (n g + λ). K is divided by this
-factor here, so that it means the same for both rules.
+Least squares (an extension) is also linear in the targets. Let n chunks have equal keys, and let g be the
+eigenvalue of one chunk's KᵀK. Each chunk is then read with the factor 1 / (n g + λ). The bench divides K by
+this factor, so K has the same meaning for both rules.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .driver import Driver
 
 CHUNKS = 5
 _STRONG = 30.0
-"""Factor by which writes exceed the outputs, so that rounding in the module is negligible beside them."""
+"""Factor by which writes exceed the outputs. The module's rounding is then negligible in comparison."""
 _SMALL_KEYS = 0.01
 SCALES = tuple(10.0**power for power in range(-9, 8))
 
@@ -44,7 +44,7 @@ class Bench(Driver):
 
     Args:
         module: the layer to measure.
-        seed: of every input.
+        seed: seed of all inputs.
 
     Raises:
         InPlaceTTTError: if the module's chunks are too short for its kernel.
@@ -67,11 +67,11 @@ class Bench(Driver):
     # Inputs
 
     def tiled(self, tokens: int, start: int = 0) -> Tensor:
-        """Returns inputs [tokens, input] that repeat per chunk, so that all chunks have the same keys."""
+        """Returns inputs [tokens, input] that repeat per chunk. All chunks then have the same keys."""
         return self.bank[(torch.arange(tokens) + start) % self.chunk]
 
     def same(self, tokens: int) -> Tensor:
-        """Returns inputs [tokens, input] with one key, so that every token reads all earlier writes."""
+        """Returns inputs [tokens, input] with one key. Every token then reads all earlier writes."""
         return self.bank[:1].expand(tokens, -1).clone()
 
     def middle(self, tokens: int, *chunks_at: int) -> Tensor:
@@ -155,13 +155,13 @@ class Bench(Driver):
         )
 
     def yardstick(self, effect: Tensor) -> Tensor:
-        """Returns the effect; raises NotChecked if it is zero."""
+        """Returns the effect. Raises NotChecked if it is zero."""
         if float(torch.linalg.vector_norm(effect)) == 0:
-            raise NotChecked("no write is ever read, so that none can be measured")
+            raise NotChecked("no write is ever read, so none can be measured")
         return effect
 
     def share(self, effect: Tensor) -> float:
-        """Returns ⟨effect, one write⟩ / ‖one write‖², the part of one write that an effect [C, d] is."""
+        """Returns ⟨effect, one write⟩ / ‖one write‖², the effect [C, d] as a multiple of one write."""
         return float((effect * self.unit).sum() / (self.unit * self.unit).sum())
 
     def size(self, effect: Tensor) -> float:
@@ -178,7 +178,7 @@ class Bench(Driver):
 
     @cached_property
     def stream_reads(self) -> Tensor:
-        """The same as `reads`, with one chunk per call."""
+        """K as in `reads`, measured with one chunk per call."""
         return self._reads(lambda x, target: self.stream_response(x, target, [self.chunk] * CHUNKS))
 
     def _reads(self, response: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
@@ -236,8 +236,7 @@ class Bench(Driver):
             self.module.whitening is not None or self.module.ridge is not None
         ) and self.key_error >= TOLERANCE:
             raise NotChecked(
-                "reads do not follow the keys, so that targets cannot be computed from them; `keys` reports "
-                "it"
+                "reads do not follow the keys, so targets cannot be computed from them; `keys` reports it"
             )
         self.refuse_unlawful()
         z, ridge = self.keys_of(x), self.module.ridge
@@ -251,8 +250,8 @@ class Bench(Driver):
         """
         if self.module.ridge is not None and self.law_error >= TOLERANCE:
             raise NotChecked(
-                "reads in one call are not the declared least-squares map, so that nothing can be compared "
-                "with them"
+                "reads in one call are not the declared least-squares map, so nothing can be compared with "
+                "them"
             )
 
     @property
@@ -264,7 +263,7 @@ class Bench(Driver):
     def key_error(self) -> float:
         """Error of the reads with scattered keys against K Kᵀ V, apart from their size.
 
-        Under least squares the keys are so small that λ dominates, so that M is the sum over λ.
+        Under least squares the keys are so small that λ dominates. M is then the sum divided by λ.
         """
         chunk, size = self.chunk, 1.0 if self.module.ridge is None else _SMALL_KEYS
         x, target = self.scattered(2 * chunk, size), self.zeros(2 * chunk)
@@ -301,9 +300,9 @@ class Bench(Driver):
         return self.written(row.expand(chunk, -1))[self.margin : chunk - self.margin]
 
     def kappa(self) -> float:
-        """Returns the measured η: ⟨η V, V⟩ / ⟨V, V⟩ with V = X constant and of norm at most 1.
+        """Returns the measured η, which is ⟨η V, V⟩ / ⟨V, V⟩ with V = X constant and of norm at most 1.
 
-        With a V of norm 1 normalized targets do not change the result; another item detects them.
+        With a V of norm 1, normalized targets do not change the result. Another item detects normalization.
         """
         row = min(self.scale, 1.0) * self.units(1)[0]
         return float((self.constant(row, self.chunk) @ row).mean() / (row @ row))
@@ -322,7 +321,9 @@ def largest_difference(found: Tensor, wanted: Tensor) -> float:
 
 
 def measured_chunk(module: AuditedModule, meant: int, x: Tensor) -> int | None:
-    """Returns the tokens per chunk: the distance at which outputs step if all keys and all targets are equal.
+    """Returns the tokens per chunk, measured with equal keys and equal targets.
+
+    The outputs then change in steps, and the distance of two steps is the chunk size.
 
     Args:
         module: the layer to measure.

@@ -1,8 +1,8 @@
-"""Probes of the circumstances in which the rule must hold.
+"""Probes of the circumstances in which the model must compute its rule.
 
 They are batches, pieces, many chunks and half precision. A converted model runs as a user runs it, and each
-TTT layer's outputs are compared with its declared rule (`DeclaredRule`). The other items name a fault of a
-rule. These detect any fault, whether or not another item names it.
+TTT layer's outputs are compared with its declared rule (`DeclaredRule`). The other items look for one fault
+each. The items here detect any fault, whether or not another item can name it.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from .bench import Bench, error
 from .twin import twin
 
 _LEAST_ETA = 1e-3
-"""Smallest η of the small model: for a smaller one the targets would leave the range of float16."""
+"""Smallest η of the small model. With a smaller η, the targets would leave the range of float16."""
 NARROW = 32
 """Width of the small model that reads long texts, and that runs in every precision."""
 _FEW, _MANY = 6, 70
 """Numbers of chunks for the readings in half precision.
 
-If a state is rounded with each write, its error after `_MANY` chunks exceeds that of the targets.
+If the state is rounded at each write, its error after `_MANY` chunks exceeds the error of the targets.
 """
 _BEYOND_FLOAT16 = {1e-5: (48.0, 20), 1e3: (1.0, 1)}
-"""For each η, the factor on embeddings and keys, and the factor on the limit of a sound layer.
+"""For each η, the factor on embeddings and keys, and the factor on the limit of a correct layer.
 
 With these η the writes are below or above the range of float16. The limit is wider because large numbers
 amplify rounding, and values outside the range become infinite.
@@ -54,8 +54,8 @@ amplify rounding, and values outside the range become infinite.
 def declared_rule(whole: WholeModel, expected: Any) -> Outcome:
     """Compares a plain reading by the first TTT layer with its declared rule.
 
-    `every-layer` compares the other layers. With `prompt_write`, the writes of every layer at a prompt's end
-    are compared too.
+    The item `every-layer` compares the other layers. With `prompt_write`, the writes of every layer at a
+    prompt's end are compared too.
     """
     errors, settings = whole.once(plain_deviations), whole.config.prompt_write
     first = next(iter(errors))
@@ -90,8 +90,8 @@ def over_many_chunks(whole: WholeModel, expected: Any) -> Outcome:
 def called_otherwise(whole: WholeModel, expected: Any) -> Outcome:
     """Calls the model in every way that users have.
 
-    A small model stands for a large one with the same settings, because single tokens through a large one are
-    slow.
+    A large model is replaced by a small model with the same settings, because single tokens through a large
+    model are slow.
     """
     found = "in every way of calling it, the model follows the declared rule"
     if whole.is_small:
@@ -169,7 +169,7 @@ def _in_precision(whole: WholeModel, dtype: torch.dtype) -> Outcome:
             errors[f"the writes of {_MANY} chunks"] = {
                 i: value * limit.small_model / limit.state for i, value in off.items()
             }
-    # A write norm or a clip bounds the writes, which then stay in range.
+    # with a write norm or a clip, the writes cannot leave the range
     if dtype == torch.float16 and whole.config.write_norm is None and whole.config.clip is None:
         for eta, (louder, wider) in _BEYOND_FLOAT16.items():
             with twin(dataclasses.replace(usual, eta=eta), width=NARROW) as model:
@@ -259,7 +259,7 @@ def _held(whole: WholeModel, scene: Scene, found: str) -> Outcome:
                 False, f"the model raises {type(error).__name__}: {one_line(error, kind=False)}", {}
             )
     if not errors:
-        raise NotChecked("the model takes no position_ids, so that a row is one document")
+        raise NotChecked("the model takes no position_ids, so a row is one document")
     return judged_errors(errors, limits(whole.lm.dtype).outputs, found)
 
 

@@ -119,7 +119,7 @@ def clip_effect(bench: Bench, expected: Any) -> Outcome:
 def applied_tau(bench: Bench) -> float | None:
     """Returns the bound on the norm of a delta in evaluation mode, or None without a bound.
 
-    Under least squares the Gram is negligible beside λ for very large targets, so that λM is the delta.
+    Under least squares, G is negligible compared with λ if the targets are very large. λM is then the delta.
     """
     sizes = bench.sizes(training=False)
     _alive(sizes)

@@ -50,10 +50,7 @@ def after_conversion(whole: WholeModel) -> Fresh:
 
 
 def frozen_beside_trained(whole: WholeModel) -> list[str]:
-    """Returns names of this model's frozen TTT parameters, W0 included, beside trained ones.
-
-    They are frozen although every other weight of their MLP is trained.
-    """
+    """Returns the names of frozen TTT parameters and W0s, if every other weight of their MLP is trained."""
     found, decoder = [], locate(whole.lm)
     for index, layer in whole.layers.items():
         own = [(name, p) for name, p in layer.named_parameters() if p.is_floating_point()]

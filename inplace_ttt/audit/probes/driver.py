@@ -14,7 +14,7 @@ from ..outcome import NotChecked
 
 
 class Driver:
-    """One module with random inputs; `seed` draws them.
+    """One module with random inputs, drawn from `seed`.
 
     The module's tensors are restored after each run.
     """
@@ -27,12 +27,12 @@ class Driver:
     # Runs
 
     def run(self, x: Tensor, target: Tensor, **kwargs: object) -> Tensor:
-        """Returns outputs [T, d] of one row: inputs [T, input], target source [T, d]."""
+        """Returns the outputs [T, d] of one row, from inputs [T, input] and a target source [T, d]."""
         return self.run_batch(x[None], target[None], **kwargs)[0]
 
     @torch.no_grad()
     def run_batch(self, x: Tensor, target: Tensor, **kwargs: object) -> Tensor:
-        """Returns outputs [B, T, d] in float64: inputs [B, T, input], target source [B, T, d]."""
+        """Returns outputs [B, T, d] in float64, from inputs [B, T, input] and a target source [B, T, d]."""
         with self.module.guarded():
             return self.module.forward(x, target, **kwargs).double().cpu()  # type: ignore[arg-type]
 

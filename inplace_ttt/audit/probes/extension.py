@@ -1,4 +1,4 @@
-"""Probes of extensions of the paper that have a law of their own: the keys, and least squares."""
+"""Probes of two extensions of the paper, keys and least squares, by their own definitions."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Probes of models with `target: gradient` (extension): whole readings against plain gradient steps.
+"""Probes of models with `target: gradient` (extension). They compare readings with plain gradient steps.
 
-The targets come from the loss of the whole model, so that the probes of a single layer do not apply.
-`GradientRule` is the yardstick of all readings.
+The targets come from the loss of the whole model, so the probes of a single layer do not apply. All readings
+are compared with `GradientRule`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def declared_rule(whole: WholeModel, expected: Any) -> Outcome:
 
 
 def target_source(whole: WholeModel, expected: Any) -> Outcome:
-    """Names the targets, once a reading has shown that they are what the settings declare."""
+    """Names the targets, if a reading has shown that they are those of the settings."""
     error = whole.once(plain_error)
     if not error < STEPS[whole.lm.dtype]:
         raise NotChecked("a reading does not follow the declared rule, which `declared-rule` reports")
@@ -160,8 +160,8 @@ class Trained:
     """Errors of a packed row of a small model in training mode.
 
     Attributes:
-        outputs: of the logits.
-        gradients: of the gradient by each parameter of the base, by name.
+        outputs: error of the logits.
+        gradients: error of the gradient of each parameter of the base, by name.
     """
 
     outputs: float
@@ -169,9 +169,12 @@ class Trained:
 
 
 def trained(whole: WholeModel) -> Trained:
-    """Trains a small model on a row, and compares it with autograd through plain steps, targets constant."""
+    """Trains a small model on a row, and compares it with autograd through plain steps.
+
+    Targets are constants.
+    """
     _require_lawful(whole)
-    config = dataclasses.replace(whole.config, steps_per_chunk=1)  # more steps refuse training
+    config = dataclasses.replace(whole.config, steps_per_chunk=1)  # several steps cannot be trained
     with twin(config, width=NARROW) as model, Probed.of(model.double(), whole.seed) as probed:
         ids = probed.ids(1, 3 * probed.chunk + 5)
         with overriding(model.modules(), training=True), torch.enable_grad():
@@ -196,7 +199,7 @@ def in_training(whole: WholeModel, expected: Any) -> Outcome:
 
 
 def gradient(whole: WholeModel, expected: Any) -> Outcome:
-    """Compares the gradients of a row with those through keys, sums and KV cache; targets are constants."""
+    """Compares the gradients of a row with those through keys, sums and KV cache. Targets are constants."""
     errors = whole.once(trained).gradients
     worst = max(errors, key=lambda name: errors[name])
     found = "gradients are those of first order: the targets are constants"
@@ -211,7 +214,7 @@ def _require_lawful(whole: WholeModel) -> None:
 
 
 def _judged(errors: dict[str, float], dtype: torch.dtype, found: str) -> Outcome:
-    """Returns the outcome for errors by way of reading; the largest one decides."""
+    """Returns the outcome for errors by way of reading. The largest error decides."""
     worst = max(errors, key=lambda name: float("inf") if errors[name] != errors[name] else errors[name])
     holds = errors[worst] < STEPS[dtype]
     if not holds:
@@ -244,4 +247,4 @@ LAW: dict[str, Probe] = {
 """Probes by the id of the item that they decide."""
 
 AS_EVER = ("slow-weights", "state-place", "layer-spacing", "layer-offset", "layers-in-range", "extensions")
-"""Items whose probes look at any model alike."""
+"""Items whose probes are the same for every model."""

@@ -1,4 +1,4 @@
-"""Probes of a converted model: its layers, its target source, and changes by reading and generating."""
+"""Probes of a converted model's layers and target source, and of changes by reading and generating."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def layer_spacing(whole: WholeModel, expected: Any) -> Outcome:
 
 
 def layer_offset(whole: WholeModel, expected: Any) -> Outcome:
-    """Finds the first layer that writes, which is a choice since the paper gives none."""
+    """Finds the first layer that writes. It is a choice, since the paper states none."""
     layers = whole.after_reading.layers
     if not layers:
         raise NotChecked("no layer writes")
@@ -94,7 +94,7 @@ def layer_offset(whole: WholeModel, expected: Any) -> Outcome:
 
 
 def layers_in_range(whole: WholeModel, expected: Any) -> Outcome:
-    """Finds layers that the config names and that do not write.
+    """Finds layers that the config names but that do not write.
 
     A conversion must also refuse a layer beyond the model.
     """
@@ -123,9 +123,9 @@ def layers_in_range(whole: WholeModel, expected: Any) -> Outcome:
 
 
 def every_layer(whole: WholeModel, expected: Any) -> Outcome:
-    """Compares each TTT layer with the first: measured η over set η, and own-chunk exposure.
+    """Compares each TTT layer with the first, by measured η over set η and by own-chunk exposure.
 
-    Each layer must also have tensors of its own and follow its declared rule.
+    Each layer must also have its own tensors and follow its declared rule.
     """
     rows: dict[int, tuple[float, float]] = {}
     apart = _sharing(whole)
@@ -143,12 +143,12 @@ def every_layer(whole: WholeModel, expected: Any) -> Outcome:
             except NotChecked:
                 if not rows:
                     raise
-                # because writes can be measured in the first layer and not in this one
+                # writes can be measured in the first layer, but not in this one
                 apart.append(index)
                 continue
             rows[index] = row
     errors, limit = whole.once(plain_deviations), limits(whole.lm.dtype).outputs
-    if errors[next(iter(errors))] < limit:  # else the first layer itself is off, which other items report
+    if errors[next(iter(errors))] < limit:  # if not, other items report the error of the first layer
         apart += [i for i, error in errors.items() if error >= limit and i not in apart]
     first = next(iter(rows.values()), ())
     apart += [
@@ -172,7 +172,7 @@ def every_layer(whole: WholeModel, expected: Any) -> Outcome:
 
 
 def _sharing(whole: WholeModel) -> list[int]:
-    """Returns the TTT layers whose conv or P is also that of another layer."""
+    """Returns the TTT layers that share their conv or P with another layer."""
     found: list[int] = []
     seen: set[int] = set()
     for index, layer in whole.layers.items():

@@ -1,4 +1,4 @@
-"""Probes of the update rule: order, sign, sum, accumulation (paper §3.1, §3.2, §3.4, Algorithm 1)."""
+"""Probes of the update rule's order, sign, sum and accumulation (paper §3.1, §3.2, §3.4, Algorithm 1)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def writes(bench: Bench, expected: Any) -> Outcome:
 def fast_tensor(bench: Bench, expected: Any) -> Outcome:
     """Changes W0 and compares the first chunk's outputs, its bias included, with the expected change.
 
-    It also reads one write with other keys, to test that reads are linear in the keys.
+    It also reads one write with other keys, which tests if reads are linear in the keys.
     """
     module, chunk = bench.module, bench.chunk
     off = follows(bench)
@@ -110,7 +110,7 @@ def apply_then_update(bench: Bench, expected: Any) -> Outcome:
     own = bench.stream_reads.diagonal().abs().max().item()
     if own >= TOLERANCE and abs(own - abs(own_write(bench))) < TOLERANCE:
         raise NotChecked(
-            f"a chunk reads {own:.3g} of its own write in one call too, so that streaming is not the cause"
+            f"a chunk reads {own:.3g} of its own write in one call too, so streaming is not the cause"
         )
     found = (
         "a chunk is read before it is written"
@@ -121,7 +121,7 @@ def apply_then_update(bench: Bench, expected: Any) -> Outcome:
 
 
 def exclusive_sum(bench: Bench, expected: Any) -> Outcome:
-    """Measures the diagonal of K in one call; 1 is an inclusive sum."""
+    """Measures the diagonal of K in one call. A value of 1 shows an inclusive sum."""
     own = own_write(bench)
     inclusive = abs(own - 1) < 0.05
     found = f"a chunk reads {own:.3g} of its own write" + (": the sum is inclusive" if inclusive else "")
@@ -198,7 +198,7 @@ def loss_sum(bench: Bench, expected: Any) -> Outcome:
     except NotChecked:
         pass
     if not ratios:
-        raise NotChecked("neither η nor another chunk size is known, so that a mean and a sum look alike")
+        raise NotChecked("neither η nor another chunk size is known, so a mean looks the same as a sum")
     holds = all(abs(ratio - 1) < TOLERANCE for ratio in ratios)
     found = (
         "each token writes η VᵀZ, whatever the chunk's length"
@@ -282,7 +282,7 @@ def plain_sum(bench: Bench, expected: Any) -> Outcome:
 
 
 def eta(bench: Bench, expected: Any) -> Outcome:
-    """Measures the size of one token's write, which is a choice since the paper gives no η."""
+    """Measures the size of one token's write. It is a choice, since the paper states no η."""
     value = abs(bench.kappa())
     if bench.module.ridge is not None:
         return Outcome(
@@ -316,7 +316,7 @@ def chunk_size(bench: Bench, expected: Any) -> Outcome:
 
 
 def _instead(bench: Bench, what: str) -> Outcome:
-    """Returns "extension" for a rule in place of the paper's; `least-squares` compares it with its law."""
+    """Returns "extension" for a rule other than the paper's. The item `least-squares` checks that rule."""
     return Outcome(
         "extension",
         f"{what} (λ = {bench.module.ridge:g}); `least-squares` measures it",

@@ -49,7 +49,7 @@ def _keys_kept(bench: Bench) -> float:
 
 
 def document_grid(bench: Bench, expected: Any) -> Outcome:
-    """Compares a document behind another that is too short to write with the same document alone."""
+    """Compares a document alone with the same document packed after one that is too short to write."""
     chunk = bench.chunk
     first, second = 5, 3 * chunk
     x, target = bench.same(second), bench.middle(second, 0, chunk)
@@ -71,7 +71,7 @@ def document_grid(bench: Bench, expected: Any) -> Outcome:
 
 
 def padding(bench: Bench, expected: Any) -> Outcome:
-    """Compares a row padded on the left or right with the row alone; the padding has targets too."""
+    """Compares a row padded on the left or right with the row alone. The padding has targets too."""
     chunk = bench.chunk
     tokens, pads = 3 * chunk - 2, chunk + 3
     x, target = bench.same(tokens), bench.middle(tokens, 0, chunk)

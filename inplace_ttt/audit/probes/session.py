@@ -12,7 +12,7 @@ from .streams import refuse_blind_streams
 
 
 def take_back(bench: Bench, expected: Any) -> Outcome:
-    """Takes back tokens that completed a chunk, and compares with a stream that never read them."""
+    """Takes back tokens that completed a chunk, and compares with a stream that never read these tokens."""
     if not hasattr(bench.module.stream(), "take_back"):
         raise NotChecked("the module cannot take tokens back")
     chunk, off = bench.chunk, {}

@@ -1,4 +1,4 @@
-"""Probes of the start of a converted model: conv, P, and equality with its base."""
+"""Probes of a fresh conversion's conv and P, and of its equality with the base."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .twin import TWIN_RANGE, base_of_twin, twin, twin_on_disk
 def start_conv(whole: WholeModel, expected: Any) -> Outcome:
     """Measures the convolutions of a fresh conversion with these settings.
 
-    The report adds the largest entry of this model's own.
+    The report adds the largest entry of this model's own convolutions.
     """
     if whole.config.conv == "next":
         return Outcome(
@@ -44,7 +44,8 @@ def start_conv(whole: WholeModel, expected: Any) -> Outcome:
 def start_projection(whole: WholeModel, expected: Any) -> Outcome:
     """Measures P of a fresh conversion, and of this model if it was never trained.
 
-    Off the diagonal its entries must be 0. On it their spread is compared with the model's initializer range.
+    Entries off the diagonal must be 0. The spread of the diagonal is compared with the model's initializer
+    range.
     """
     if whole.config.proj_init != "random_diagonal":
         measured = "map to the next token that is measured on a text"
@@ -105,7 +106,7 @@ def start_identity(whole: WholeModel, expected: Any) -> Outcome:
     if not whole.config.starts_as_base:
         return Outcome(
             "extension",
-            "a fresh conversion writes at once, so that it is not its base",
+            "a fresh conversion writes at once, so it does not equal its base",
             {"conv": whole.config.conv},
         )
     ids = torch.randint(64, (1, 3 * whole.chunk), generator=torch.Generator().manual_seed(whole.seed))
@@ -114,7 +115,7 @@ def start_identity(whole: WholeModel, expected: Any) -> Outcome:
     with torch.no_grad():
         wanted = base_of_twin()(ids, use_cache=False).logits
         ways: dict[str, Any] = {"a small model": twin}
-        if not settings.needs_calibration:  # because a folder is converted without calibration
+        if not settings.needs_calibration:  # a folder is converted without calibration
             ways["a small folder"] = twin_on_disk
         for name, converted in ways.items():
             with converted(settings, layers=(0, 1)) as model:

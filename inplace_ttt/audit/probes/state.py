@@ -16,7 +16,7 @@ _WRITES, _SOLVES = 64, 16
 _SMALL = 3e-4
 _LOST = 1e-3
 _ARRIVED = 0.1
-"""Tolerance on the share of small writes that arrives in half precision, whose own rounding is smaller."""
+"""Tolerance on the fraction of small writes that arrives in half precision. Rounding alone is smaller."""
 _GRADIENT = 0.05
 _DIRECTIONS = 3
 
@@ -24,12 +24,13 @@ _DIRECTIONS = 3
 def state_precision(bench: Bench, expected: Any) -> Outcome:
     """Measures the loss of writes by rounding in float32 arithmetic.
 
-    Many writes must add up, which a state in half precision fails. One write of 0.03 % of ‖W0‖ must count as
-    much as a large one, which a running weight in half precision fails. Under least squares scattered keys
-    must also read the right values if they do so in float64, which a Gram in half precision fails.
+    Many writes must add up. A state in half precision fails this test. One write of 0.03 % of ‖W0‖ must count
+    in proportion to a large one. A running weight in half precision fails this test. Under least squares,
+    scattered keys must also read the right values if they do so in float64. A G in half precision fails this
+    test.
 
-    A layer that is used in half precision is measured there too, by the share that arrives of many small
-    writes that agree.
+    A layer that is used in half precision is also measured in half precision, by the fraction that arrives of
+    many equal small writes.
     """
     arrived = _arrived(bench)
     with bench.module.single_precision() as module, module.unclipped():
@@ -39,7 +40,7 @@ def state_precision(bench: Bench, expected: Any) -> Outcome:
         writes = _WRITES if module.ridge is None else _SOLVES
         sums = _additivity(single, writes)
         losses = {f"error of {writes} writes added up": sums}
-        if module.whitening is None:  # because writes under whitened keys do not fit into a running weight
+        if module.whitening is None:  # writes under whitened keys do not fit into a running weight
             losses[f"lost of a write of {_SMALL} ‖W0‖"] = _small_write(single)
         dtype = _state_dtype(single)
         if bench.module.ridge is not None and bench.law_error < TOLERANCE:
@@ -55,10 +56,10 @@ def state_precision(bench: Bench, expected: Any) -> Outcome:
 
 
 def _arrived(bench: Bench) -> dict[str, float]:
-    """Returns the share that arrives of many equal writes, each small beside W0, over their sum.
+    """Returns the fraction that arrives of many equal writes, each small compared with W0.
 
-    It is measured in the precision in which the layer is used. It is empty for float32 and wider, and under
-    least squares.
+    It is measured in the precision in which the layer is used. The result is empty for float32 and wider, and
+    under least squares.
     """
     try:
         with bench.module.deployed() as module, module.unclipped():
@@ -107,7 +108,7 @@ def _small_write(bench: Bench) -> float:
         w0 = bench.module.fast_weight.detach().double()
     except NotChecked:
         return 0.0
-    if not bool(w0.any()):  # no write is small beside W0 = 0
+    if not bool(w0.any()):  # no write is small compared with W0 = 0
         return 0.0
     z = bench.keys_of(bench.tiled(bench.chunk))
     large = bench.response(x, target)[bench.chunk :]
@@ -141,7 +142,7 @@ def state_place(bench: Bench, expected: Any) -> Outcome:
 
 
 def slow_weights(bench: Bench, expected: Any) -> Outcome:
-    """Compares every parameter but W0 before and after reading three chunks."""
+    """Compares every parameter except W0 before and after reading three chunks."""
     changed = [name for name in _changed(bench) if not bench.module.is_fast(name)]
     found = "reading changes no slow weight" if not changed else f"reading changes {', '.join(changed)}"
     return judged(not changed, found, {"changed": changed}, 0)
@@ -172,7 +173,7 @@ def _changed(bench: Bench) -> list[str]:
 def gradient(bench: Bench, expected: Any) -> Outcome:
     """Compares derivatives by autograd with differences of the module's own outputs, along random directions.
 
-    Only the third chunk's outputs count, so that the whole derivative comes through the sum of deltas.
+    Only the third chunk's outputs count, so the whole derivative comes through the sum of deltas.
     """
     errors = _gradient_errors(bench)
     del errors["targets"]
@@ -193,7 +194,7 @@ def gradient(bench: Bench, expected: Any) -> Outcome:
 def target_gradient(bench: Bench, expected: Any) -> Outcome:
     """Measures the gradient that reaches the targets' source from later reads.
 
-    The paper does not mention it, so that either result is a choice.
+    The paper does not mention this gradient, so either result is a choice.
     """
     errors = _gradient_errors(bench)
     error = errors.pop("targets")
@@ -242,7 +243,7 @@ def _gradient_errors(bench: Bench) -> dict[str, float]:
                 for _ in range(_DIRECTIONS):
                     direction = bench.random(*tensor.shape) * float(tensor.detach().double().std() + 0.1)
                     if name == "keys":
-                        # because the reads of the last chunk are not part of the scan
+                        # the reads of the last chunk are not part of the scan
                         direction[2 * chunk :] = 0
                     by_autograd = 0.0 if grad is None else float((grad.double().cpu() * direction).sum())
                     pairs.append((by_autograd, *_differences(value, tensor, direction)))
@@ -263,7 +264,8 @@ def _gradient_errors(bench: Bench) -> dict[str, float]:
 def _differences(
     value: Callable[[], Tensor], tensor: Tensor, direction: Tensor
 ) -> tuple[float, float, float]:
-    """Returns derivatives of `value` along `direction`, from short, twice as long, and long steps.
+    """Returns derivatives of `value` along `direction`, from short steps, steps twice as long, and long
+    steps.
 
     The long steps are exact for polynomials up to the fourth degree, and rounding is negligible in them.
     """

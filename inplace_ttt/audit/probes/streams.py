@@ -1,4 +1,4 @@
-"""Probes of streams: pieces, single tokens, the open (incomplete) chunk, resets (paper §3.4, Algorithm 1)."""
+"""Probes of streams in pieces and single tokens, of the open (incomplete) chunk, and of resets (§3.4)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def token_by_token(bench: Bench, expected: Any) -> Outcome:
 def _split(bench: Bench, splits: dict[str, Sequence[int]], how: str) -> Outcome:
     """Compares the reads of the last, incomplete chunk in pieces with those in one call.
 
-    They depend on the writes of the earlier chunks alone, so they must be equal.
+    These reads depend on the writes of the earlier chunks alone, so they must be equal.
     """
     bench.refuse_unlawful()
     chunk = bench.chunk
@@ -70,7 +70,7 @@ def streaming_target(bench: Bench, expected: Any) -> Outcome:
         whole = bench.decode(bench.tiled(chunk), bench.response(x, target)[chunk:])
         stream = bench.decode(bench.tiled(chunk), bench.stream_response(x, target, [1] * len(x))[chunk:])
     sizes = [torch.linalg.vector_norm(v, dim=-1) for v in (whole, stream)]
-    # Each is divided by its own size at the token itself, so that only the shape counts.
+    # each response is divided by its size at the token itself, so only the shape counts
     whole_shape, stream_shape = (s / s[chunk // 2].clamp(min=1e-30) for s in sizes)
     off = float((whole_shape - stream_shape).abs().max())
     seen = [chunk // 2 - t for t, size in enumerate(stream_shape.tolist()) if size > 1e-3]
@@ -137,7 +137,7 @@ def generated_tokens(bench: Bench, expected: Any) -> Outcome:
 
 
 def refuse_blind_streams(bench: Bench) -> None:
-    """Raises NotChecked if streams do not read their own writes, so that nothing can be measured on them."""
+    """Raises NotChecked if streams do not read their own writes. Nothing can be measured on them then."""
     if bench.stream_reads.tril(-1).abs().max() < TOLERANCE:
         raise NotChecked("streams do not read their own writes, which `chunked-prefill` reports")
 
@@ -173,8 +173,8 @@ def _writes_alone(bench: Bench) -> float:
 def _own_token(bench: Bench) -> AbstractContextManager[None]:
     """Makes each target inside the context from its own token alone, without edges and look-ahead.
 
-    Keys that separate tokens are needed to find the tap of the own token. Without them the neutral generator
-    stays.
+    The tap of the own token can be found only with keys that separate tokens. Without such keys the neutral
+    generator is kept.
     """
     if not bench.tells_tokens_apart:
         return nullcontext()

@@ -1,7 +1,7 @@
 """Probes of the target generator V = Conv(X) · P (paper §3.2, §3.4, Algorithm 1 line 6).
 
-An impulse in X at one token shows the tokens whose targets it enters. A constant X excludes the padding, and
-so isolates P and the order of the two maps.
+An impulse in X at one token shows the tokens whose targets it enters. A constant X excludes effects of the
+padding. It isolates P and the order of the two maps.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..outcome import TOLERANCE, NotChecked, Outcome, judged
 from .bench import Bench
 
 _VISIBLE = 0.02
-"""Smallest response to an impulse that counts, as a share of the largest response."""
+"""Smallest response to an impulse that counts, as a fraction of the largest response."""
 
 
 def conv_depthwise(bench: Bench, expected: Any) -> Outcome:
@@ -96,7 +96,7 @@ def conv_lookahead(bench: Bench, expected: Any) -> Outcome:
 
 
 def conv_isolation(bench: Bench, expected: Any) -> Outcome:
-    """Sets impulses on both sides of a chunk's edge; tokens at the edge must take zero from beyond it."""
+    """Sets impulses on both sides of a chunk's edge. Tokens at the edge must read zero beyond it."""
     chunk = bench.chunk
     sides = {}
     # All chunks have equal keys, so a read shows the place in a chunk at which a write was made. An impulse
@@ -199,7 +199,7 @@ def _offsets(bench: Bench) -> dict[int, float]:
 
 
 def zero_tap(bench: Bench) -> int:
-    """Returns the index of the tap on the token itself; raises NotChecked if there is none."""
+    """Returns the index of the tap on the token itself. Raises NotChecked if there is none."""
     at = bench.chunk // 2
     target = bench.zeros(bench.chunk)
     target[at] = bench.scale
@@ -217,5 +217,5 @@ def _norm(x: Tensor) -> float:
 
 
 def _cosine(a: Tensor, b: Tensor) -> float:
-    """Returns the absolute cosine; another item measures the sign."""
+    """Returns the absolute cosine. Another item measures the sign."""
     return abs(float(torch.nn.functional.cosine_similarity(a, b, dim=0)))

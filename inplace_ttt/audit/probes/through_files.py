@@ -1,4 +1,4 @@
-"""Probe of files: checkpoints, adapters, the reference format and sessions must restore their contents.
+"""Probe of files. Checkpoints, adapters, the reference format and sessions must restore their contents.
 
 A small model with the same settings is used.
 """
@@ -36,13 +36,13 @@ _OFF = 1e-5
 @torch.no_grad()
 def through_a_file(whole: WholeModel, expected: Any) -> Outcome:
     """Compares this model's tensors with its state dict, and a small model with each kind of file."""
-    # The context draws conv and P, because their initial values would hide an error.
+    # the context draws conv and P at random, because their initial values would hide an error
     with small_chunks(whole.model, whole.chunk, whole.seed):
-        whole.lm(whole.ids, use_cache=False)  # the state must not be saved
+        whole.lm(whole.ids, use_cache=False)  # the state of this reading must not be saved
         changed = [f"layer {i}'s {name}" for i, layer in whole.layers.items() for name in _not_as_held(layer)]
     if changed:
         return judged(False, f"{changed[0]} differs in a state dict from the model", {"changed": changed}, 0)
-    # because the reference format cannot hold a list of η
+    # the reference format cannot hold a list of η
     single = dataclasses.replace(whole.config, eta=whole.config.eta_of(0))
     with (
         twin(single) as model,

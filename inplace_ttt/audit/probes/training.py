@@ -1,4 +1,4 @@
-"""Probes of training mode: outputs and gradients of a whole model against the declared rule."""
+"""Probes of training mode. They compare a whole model's outputs and gradients with the declared rule."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def trained(whole: WholeModel) -> Trained:
 def _recompute(probed: Probed, lawful: Sequence[int], found: Trained) -> None:
     """Trains with gradient checkpointing.
 
-    Families that pass no keyword arguments on refuse it, and are skipped.
+    Families that do not pass keyword arguments on refuse gradient checkpointing, and are skipped.
     """
     with recomputing(probed.lm) as takes_it, suppress(InPlaceTTTError):
         if takes_it:
@@ -80,7 +80,7 @@ def _train(
     if not known:
         return
     learner = Probed(lm, probed.config, probed.seed, training=True)
-    # The embeddings are among them so that every layer's input has a gradient.
+    # the embeddings are included, so every layer's input has a gradient
     learning = [lm.get_input_embeddings(), *probed.layers.values()]
     parameters = [p for module in learning for p in module.parameters() if p.is_floating_point()]
     with (

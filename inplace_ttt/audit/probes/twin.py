@@ -28,7 +28,7 @@ from ...config import InPlaceTTTConfig
 TWIN_RANGE = 0.03
 """Initializer range of the small model.
 
-It is not the usual 0.02, so that code that ignores it is detected.
+It differs from the usual 0.02, which reveals code that ignores it.
 """
 
 
@@ -45,7 +45,7 @@ def twin(config: InPlaceTTTConfig, layers: tuple[int, ...] = (0, 1), width: int 
 
 @contextmanager
 def twin_on_disk(config: InPlaceTTTConfig, layers: tuple[int, ...]) -> Iterator[Any]:
-    """Yields the same base converted as a folder and loaded, without calibration."""
+    """Yields the base of `twin`, converted as a folder and loaded, without calibration."""
     with _in_silence(), TemporaryDirectory() as folder:
         base_of_twin().save_pretrained(Path(folder) / "base")
         checkpoint = Checkpoint.open(Path(folder) / "base")
@@ -87,7 +87,7 @@ def _settings(config: InPlaceTTTConfig, layers: tuple[int, ...]) -> InPlaceTTTCo
 def _in_silence() -> Iterator[None]:
     """Mutes a conversion's warnings and the progress bars of transformers inside the context.
 
-    They would interrupt the audit's own output.
+    Both would interrupt the audit's own output.
     """
     logger = logging.getLogger("inplace_ttt.surgery")
     level, shown = logger.level, is_progress_bar_enabled()

@@ -1,6 +1,10 @@
-"""Runs `inplace-ttt chat MODEL`: turns (their text), conversation (in a session), commands, terminal.
+"""Runs `inplace-ttt chat MODEL`.
 
-With --web: named (sessions by name), transcript (their record), web (the page), look (its style).
+`turns` renders the text of each turn. `conversation` passes it to a session, and `server` to a running
+server. `commands` runs the loop over the lines, and `terminal` reads and prints them.
+
+With --web, `named` keeps sessions by name, and `transcript` their record. `web` serves the page, and `look`
+holds its style.
 """
 
 from __future__ import annotations
@@ -14,8 +18,10 @@ from ...session import file as session_file
 from .. import Result
 from ..loading import load_with_tokenizer, refuse_not_finite
 from ..messages import say_now, warn
+from ..options.chat import API_KEY, is_address
 from .commands import Chat
 from .conversation import Conversation, text_of
+from .server import ServerConversation
 from .terminal import lines, note, stoppable
 from .turns import Place, Turns
 
@@ -29,7 +35,7 @@ def run(args: argparse.Namespace) -> Result:
     if args.session:
         session_file.refuse_to_replace(args.session)
     texts = [(file, text_of(file)) for file in args.read]
-    conversation = _opener(args)(args.session)
+    conversation = _on_server(args) if is_address(args.path) else _opener(args)(args.session)
     conversation.switch(args.ttt == "on")
     say_now()
     chat = Chat(conversation, None if args.json else args.stdout)
@@ -38,13 +44,12 @@ def run(args: argparse.Namespace) -> Result:
             chat.read(file, text, stop)
     note(f"{conversation.info()}; /help lists the commands")
     chat.run(lines())
-    return {
-        "answers": chat.answers,
-        "session": conversation.file,
-        "tokens": 0 if conversation.session.tokens is None else conversation.session.tokens.shape[1],
-        "chunks_written": conversation.session.chunks_written,
-        "state_bytes": conversation.session.state_bytes,
-    }, 0
+    return {"answers": chat.answers, **conversation.summary()}, 0
+
+
+def _on_server(args: argparse.Namespace) -> ServerConversation:
+    key = args.api_key or os.environ.get(API_KEY)
+    return ServerConversation(args.path, key, args.memory, args.system, args.max_new_tokens, args.temperature)
 
 
 def _opener(args: argparse.Namespace) -> Callable[[str | None], Conversation]:
@@ -66,11 +71,11 @@ def _opener(args: argparse.Namespace) -> Callable[[str | None], Conversation]:
             conversation = Conversation(*given)
             conversation.file = file
         if args.system and conversation.place is not Place.START:
-            warn(f"{file} holds a conversation already; --system acts after /drop or /forget")
+            warn(f"{file} already holds a conversation; --system takes effect after /drop or /forget")
         return conversation
 
     return opened
 
 
 def render(result: dict[str, Any]) -> None:
-    """Returns nothing to print, since the answers are printed already."""
+    """Returns None, since the answers are already printed."""

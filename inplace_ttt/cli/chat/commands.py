@@ -8,16 +8,17 @@ from typing import TextIO
 
 from ...errors import InPlaceTTTError, shown
 from .conversation import Conversation, HalfwayError, text_of
+from .server import ServerConversation
 from .terminal import Bar, Stop, note, stoppable
 
 HELP = {
     "/read": ("FILE", "read a UTF-8 text; the next question is about it"),
-    "/forget": ("", "start a new session: without the KV cache and the fast weights"),
+    "/forget": ("", "start a new session: drop the KV cache and the fast weights"),
     "/drop": ("", "drop the KV cache, keep the fast weights"),
     "/save": ("[FILE]", "save the session; FILE becomes its file"),
-    "/fork": ("FILE", "save a copy of the session, and go on in the present file"),
+    "/fork": ("FILE", "save a copy of the session, and continue in the current file"),
     "/off": ("", "read and answer without the fast weights, in a copy of the session"),
-    "/on": ("", "go on with the fast weights, in the session as it was before /off"),
+    "/on": ("", "use the fast weights again, in the session as it was before /off"),
     "/info": ("", "print the session's sizes"),
     "/help": ("", "print this list"),
     "/quit": ("", "end the chat, as Ctrl-D does; Ctrl-C stops an answer"),
@@ -29,14 +30,14 @@ class Chat:
     """A chat over a conversation.
 
     Args:
-        conversation: to continue.
-        stdout: prints the answers; None collects them in `answers` alone.
+        conversation: the conversation to continue, in this process or on a server.
+        stdout: stream to print the answers to. If None, they are only collected in `answers`.
 
     Attributes:
         answers: questions and answers so far.
     """
 
-    def __init__(self, conversation: Conversation, stdout: TextIO | None) -> None:
+    def __init__(self, conversation: Conversation | ServerConversation, stdout: TextIO | None) -> None:
         self.conversation = conversation
         self.answers: list[dict[str, str]] = []
         self._stdout = stdout
@@ -53,9 +54,9 @@ class Chat:
         }
 
     def run(self, lines: Iterable[str]) -> None:
-        """Follows lines until they end or one is /quit, and saves the session at the end.
+        """Executes lines until they end or one is /quit, then saves the session.
 
-        A request that is refused prints a sentence, and the chat goes on.
+        A refused request prints the reason, and the chat goes on.
 
         Raises:
             HalfwayError: if the model fails while it answers.
@@ -77,19 +78,19 @@ class Chat:
         Args:
             file: its path.
             text: its text, if it is read already.
-            stop: ends the reading.
+            stop: ends the reading when Ctrl-C sets it.
         """
         text = text_of(file) if text is None else text
-        written = self.conversation.current.chunks_written
+        written = self.conversation.chunks_written
         with Bar(file) as bar:
             read = self.conversation.read(text, file, stop, bar.advance)
-        written = self.conversation.current.chunks_written - written
+        written = self.conversation.chunks_written - written
         stopped = "stopped: " if stop.asked else ""
         note(f"{stopped}read {read:,} tokens of {file}, wrote {written:,} chunks into the fast weights")
         self._took_a_turn()
 
     def _follow(self, line: str, stop: Stop) -> None:
-        """Does what a line asks for."""
+        """Executes a line: a command or a question."""
         try:
             if not line.startswith("/"):
                 return self._ask(line.strip(), stop)
@@ -101,7 +102,7 @@ class Chat:
                 )
             wanted = HELP[name][0]
             if argument and not wanted:
-                raise InPlaceTTTError(f"{name} takes nothing after it; give {name} alone.")
+                raise InPlaceTTTError(f"{name} does not take an argument; give {name} alone.")
             if wanted == "FILE" and not argument:
                 raise InPlaceTTTError(f"{name} needs a file; give {name} FILE.")
             self._commands[name](argument, stop)
@@ -129,10 +130,10 @@ class Chat:
 
     def _save(self, file: str, stop: Stop) -> None:
         self.conversation.save(os.path.expanduser(file) or None)
-        note(f"saved to {self.conversation.file}")
+        note(f"saved to {self.conversation.file}" if self.conversation.file else "saved")
 
     def _fork(self, file: str, stop: Stop) -> None:
-        self.conversation.session.save(os.path.expanduser(file))
+        self.conversation.fork(os.path.expanduser(file))
         note(f"saved a copy to {file}")
 
     def _switch(self, on: bool) -> None:
@@ -148,7 +149,7 @@ class Chat:
             note(f"{f'{name} {argument}':14}{effect}")
 
     def _took_a_turn(self) -> None:
-        if self.conversation.aside is None:
+        if self.conversation.is_on:
             self._changed()
 
     def _changed(self) -> None:
@@ -162,8 +163,8 @@ class Printed:
     """Prints an answer while it is generated.
 
     Args:
-        stdout: where to; None prints nothing.
-        stop: set if the stream refuses, so that the answer ends.
+        stdout: stream to print to; None prints nothing.
+        stop: is set if the stream refuses a piece, which ends the answer.
     """
 
     def __init__(self, stdout: TextIO | None, stop: Stop) -> None:

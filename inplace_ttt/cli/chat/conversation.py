@@ -20,11 +20,11 @@ from .terminal import Stop
 from .turns import Place, Turns
 
 _READ_AT_ONCE = 1024
-"""Tokens of a file between two looks at Ctrl-C; `Session.read` reads as many at once."""
+"""Tokens of a file between two checks for Ctrl-C. `Session.read` passes this many to the model at once."""
 
 
 class HalfwayError(InPlaceTTTError):
-    """Ends the chat: an answer failed halfway, so that nothing can follow it in this session."""
+    """An answer failed halfway. It ends the chat, because nothing can follow it in this session."""
 
 
 class Conversation:
@@ -32,16 +32,16 @@ class Conversation:
 
     Args:
         model: a converted model.
-        turns: the texts of its turns.
-        source: the model's place, for messages.
+        turns: renders the texts of the turns.
+        source: the model's path or hub id, for messages.
         max_new_tokens: most tokens of an answer.
-        temperature: of sampling; 0 takes the most likely token.
+        temperature: sampling temperature; 0 takes the most likely token.
 
     Attributes:
         session: the session, which may be replaced.
-        aside: the copy of it that reads and answers without the fast weights; None while they are on.
+        aside: a copy of the session that reads and answers without the fast weights. None while they are on.
         file: the session's file, or None.
-        is_saved: True if the file holds the session as it is.
+        is_saved: True if the file holds the latest state of the session.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Conversation:
         configured = model.generation_config.eos_token_id
         ends = configured if isinstance(configured, list) else [] if configured is None else [configured]
         special = [i for i in turns.end_of_answer if i in turns.tokenizer.all_special_ids]
-        # a model trained on another template may name only the end of a document
+        # a model trained with another template may list only the token that ends a document
         self._ends = list(dict.fromkeys(ends + special))
         self._settings: dict[str, Any] = {
             "max_new_tokens": max_new_tokens,
@@ -70,13 +70,13 @@ class Conversation:
         """Returns a conversation that continues the session in a file.
 
         Raises:
-            InPlaceTTTError: if the file is damaged, of another model, or holds several sequences.
+            InPlaceTTTError: if the file is damaged, belongs to another model, or holds several sequences.
         """
         made = cls(*given)
         made.session = Session.load(file, made.model)
         if (rows := made.session.batch) > 1:
             raise InPlaceTTTError(
-                f"{file} holds {rows} sequences, and a chat continues one; give another file."
+                f"{file} holds {rows} sequences, but a chat continues only one; give another file."
             )
         made.file = file
         return made
@@ -87,6 +87,16 @@ class Conversation:
         return self.session if self.aside is None else self.aside
 
     @property
+    def is_on(self) -> bool:
+        """True while turns use the fast weights, and so belong to the session."""
+        return self.aside is None
+
+    @property
+    def chunks_written(self) -> int:
+        """Chunks that the present session has written."""
+        return self.current.chunks_written
+
+    @property
     def tokens(self) -> int:
         """Tokens of the present session."""
         return 0 if self.current.tokens is None else self.current.tokens.shape[1]
@@ -95,7 +105,7 @@ class Conversation:
         """Reads a file's text as the beginning of the user's next turn.
 
         Args:
-            text: of the file.
+            text: the file's text.
             source: the file, for messages.
             stop: ends the reading between two pieces.
             advance: called after each piece, with the tokens read so far and all tokens.
@@ -150,8 +160,9 @@ class Conversation:
     def switch(self, on: bool) -> None:
         """Switches the fast weights on or off.
 
-        Turns without them go to a copy, which ends when they are on again. The session does not get a gap of
-        tokens that the fast weights have not read, of which `target: gradient` could not compute a gradient.
+        Turns without the fast weights go to a copy of the session, which is dropped when they are on again.
+        So the fast weights read every token of the session itself. If they skipped some, `target: gradient`
+        could not compute a gradient there.
         """
         if on:
             self.aside = None
@@ -163,7 +174,7 @@ class Conversation:
         self._replace(Session(self.model))
 
     def drop(self) -> None:
-        """Keeps the fast weights alone. The next turn begins a new conversation."""
+        """Keeps only the fast weights. The next turn begins a new conversation."""
         self._replace(self.session.drop_kv_cache())
 
     def _replace(self, session: Session) -> None:
@@ -171,7 +182,7 @@ class Conversation:
         self.aside = None if self.aside is None else session.fork()
 
     def save(self, file: str | None = None) -> None:
-        """Saves the session to its file, or to another, which becomes its file.
+        """Saves the session to its file, or to a given file, which becomes its file.
 
         Raises:
             InPlaceTTTError: if the session cannot be saved there, or does not have a file.
@@ -181,13 +192,26 @@ class Conversation:
         self.session.save(file)
         self.file, self.is_saved = file, True
 
+    def fork(self, file: str) -> None:
+        """Saves a copy of the session. Its own file stays the same."""
+        self.session.save(file)
+
+    def summary(self) -> dict[str, Any]:
+        """Returns the session's file and sizes as a JSON object."""
+        return {
+            "session": self.file,
+            "tokens": 0 if self.session.tokens is None else self.session.tokens.shape[1],
+            "chunks_written": self.session.chunks_written,
+            "state_bytes": self.session.state_bytes,
+        }
+
     def info(self) -> str:
         """Returns the sizes of the session."""
         layers = ", ".join(map(str, config_of(self.model).layers))
         return (
             f"{self.tokens:,} tokens, {self.current.cache.get_seq_length():,} of them in the KV cache; "
             f"{self.current.chunks_written:,} chunks written into TTT layers {layers} "
-            f"({self.current.state_bytes:,} bytes); TTT {'on' if self.aside is None else 'off'}; "
+            f"({self.current.state_bytes:,} bytes); TTT {'on' if self.is_on else 'off'}; "
             f"{f'saved to {self.file}' if self.file else 'not saved to a file'}"
         )
 
@@ -196,10 +220,10 @@ class Conversation:
 
     @property
     def place(self) -> Place:
-        """Returns the end of the session's text. It follows from the tokens and the cache alone.
+        """Returns the kind of text that the session ends with.
 
-        So a loaded session continues as one in memory. Generation leaves its last token unread, and reading
-        leaves none.
+        It depends on the tokens and the KV cache alone, so a loaded session continues like one in memory.
+        After an answer, the cache lacks the last token; after reading, it has all tokens.
         """
         if self.current.tokens is None or not self.tokens:
             return Place.START
@@ -211,7 +235,8 @@ class Conversation:
     def _next_ids(self, content: str, source: str, *, asks: bool) -> Tensor:
         """Returns the token ids [1, n] that continue the session with a user's text.
 
-        The unread end of the last answer is replaced by the template's.
+        After an answer, they begin with its unread last token, unless that token ends the answer. Then comes
+        the template's own end of an answer.
         """
         place = self.place
         added = self.turns.ids(place, content, source, asks=asks)
@@ -232,7 +257,7 @@ class Conversation:
         return torch.tensor([added], dtype=torch.int64, device=self.model.device)
 
     def _kept_of(self, last: int) -> list[int]:
-        """Returns the part of an answer's last token that stands before the end of the answer."""
+        """Returns the token ids of an answer's last token, without the part that ends the answer."""
         if last in self._ends:
             return []
         text = self.turns.tokenizer.decode([last])
@@ -242,11 +267,11 @@ class Conversation:
 
 
 class _Ends(StoppingCriteria):
-    """Ends an answer when Ctrl-C asks for it; an answer in plain lines also at the end of its line.
+    """Ends an answer after Ctrl-C. An answer in plain lines also ends with its line.
 
     Args:
         stop: set by Ctrl-C.
-        tokenizer: of an answer in plain lines, else None.
+        tokenizer: decodes an answer in plain lines; None for other answers.
         start: index of the answer's first token.
     """
 
@@ -281,7 +306,7 @@ def text_of(file: str) -> str:
         InPlaceTTTError: if it cannot be read or is empty.
     """
     if file == "-":
-        raise InPlaceTTTError("- is standard input, which the turns of the chat come from; give a file.")
+        raise InPlaceTTTError("- is standard input, from which the chat reads its turns; give a file.")
     if not (text := read_text(file, "the file ").strip()):
         raise InPlaceTTTError(f"{file} holds no text; give something to read.")
     return text

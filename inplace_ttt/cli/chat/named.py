@@ -182,9 +182,9 @@ class Sessions:
                 def advance(read: int, total: int) -> None:
                     turn.read, turn.total = read, total
 
-                written = named.conversation.current.chunks_written
+                written = named.conversation.chunks_written
                 read = named.conversation.read(text, file, turn.stop, advance)
-                written = named.conversation.current.chunks_written - written
+                written = named.conversation.chunks_written - written
                 stopped = "stopped: " if turn.stop.asked else ""
                 note = f"{stopped}read {read:,} tokens of {file}, wrote {written:,} chunks"
                 named.entries.append(Entry(note))
@@ -228,7 +228,7 @@ class Sessions:
 
         def work(named: Named, turn: Turn) -> None:
             transcript.save(self._transcript(copy), named.entries)
-            named.conversation.session.save(str(file))
+            named.conversation.fork(str(file))
 
         self._wait(name, work)
 

@@ -1,4 +1,7 @@
-"""Lines from standard input, notes on standard error, and Ctrl-C: on a terminal or on pipes."""
+"""Reads lines from standard input, prints notes on standard error, and handles Ctrl-C.
+
+The streams may be a terminal or pipes.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +54,8 @@ def lines() -> Iterator[str]:
 def _line() -> str:
     if sys.stdin.isatty():
         with suppress(ImportError):
-            import readline  # noqa: F401 - the keys of the line, and its history
-        # Python edits lines only on streams 0 and 1; the caller has directed stream 1 to stderr
+            import readline  # noqa: F401 - adds line editing and history
+        # Python edits lines only on descriptors 0 and 1, but the caller has redirected 1 to stderr
         with redirect_stdout(sys.__stdout__):
             return input("> ")
     line: Any = getattr(sys.stdin, "buffer", sys.stdin).readline()
@@ -62,7 +65,7 @@ def _line() -> str:
 
 
 class Stop:
-    """Ctrl-C's wish to stop the present turn.
+    """A request to stop the current turn, made with Ctrl-C.
 
     Attributes:
         asked: True once Ctrl-C was pressed.
@@ -74,7 +77,7 @@ class Stop:
 
 @contextmanager
 def stoppable() -> Iterator[Stop]:
-    """Turns Ctrl-C inside the block into a wish, so that the turn can end in a whole state.
+    """Turns Ctrl-C inside the block into a request, so that the turn can end in a consistent state.
 
     A second Ctrl-C raises KeyboardInterrupt.
     """
@@ -93,10 +96,10 @@ def stoppable() -> Iterator[Stop]:
 
 
 class Bar:
-    """A bar on a terminal while a file is read.
+    """A progress bar, shown on a terminal while a file is read.
 
     Args:
-        name: of the file.
+        name: name of the file.
     """
 
     def __init__(self, name: str) -> None:

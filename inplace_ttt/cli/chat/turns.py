@@ -1,4 +1,7 @@
-"""The text of each turn. All turns together are the chat template's text of the whole conversation."""
+"""Renders the text of each turn.
+
+Together, the turns are the text that the chat template renders for the whole conversation.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,15 @@ PLAIN = (
 """Template for a tokenizer that lacks one. An answer is one line."""
 
 _MARK = "\ufdd0"
-"""Stands for a text that the session has read already. Unicode reserves it, so that texts do not hold it."""
+"""Placeholder for text that the session has already read. Unicode reserves it, so no text contains it."""
 
 
 class Place(Enum):
-    """The end of a session's text.
+    """The kind of text that a session ends with.
 
     Attributes:
         START: before the first token.
-        OPEN: in a user's turn with a file in it, before the question.
+        OPEN: after a file in a user's turn, before the question.
         ANSWERED: after an answer, before the template's end of the answer.
         RAW: after a text outside of turns, such as `inplace-ttt generate` reads.
     """
@@ -40,12 +43,12 @@ class Place(Enum):
 class Turns:
     """The turns of a conversation under a tokenizer's chat template.
 
-    Earlier turns are never rendered again. Marks stand for them, so that answers stay as they were generated.
+    Earlier turns are never rendered again. Placeholders replace them, so answers stay as they were generated.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         system: instructions at the start, or None.
-        source: the model's place, for messages.
+        source: the model's path or hub id, for messages.
 
     Attributes:
         is_plain: True if the tokenizer lacks a template, so that each turn is a line.
@@ -63,7 +66,7 @@ class Turns:
         if self._one.count(_MARK) != 1 or three != two + _MARK + added:
             self._refuse()
         self._first, later = self._one.partition(_MARK)[0], added.partition(_MARK)[0]
-        # the longest end of the text before a later turn that the text before the first one has too
+        # the longest common suffix of the texts before a later user's text and before the first one
         self._header = next(later[n:] for n in range(len(later) + 1) if self._first.endswith(later[n:]))
         self.end_of_answer = ids_within(tokenizer, added)[:1]
 
@@ -71,7 +74,7 @@ class Turns:
         """Returns the token ids that continue a session with a user's text.
 
         Args:
-            place: the end of the session's text.
+            place: the kind of text that the session ends with.
             content: the user's text.
             source: its name, for messages.
             asks: end the user's turn and begin the answer; False leaves the turn open.
@@ -103,7 +106,7 @@ class Turns:
         return self._after(self._one + _MARK, self._rendered(content, 1, asks=asks))
 
     def _rendered(self, content: str, answers: int = 0, *, asks: bool = True) -> str:
-        """Returns the text of a conversation that ends with a user's text, after so many answers."""
+        """Returns the text of a conversation that ends with a user's text, after `answers` answers."""
         messages = [{"role": "system", "content": self.system.strip()}] if self.system else []
         for _ in range(answers):
             messages += [{"role": "user", "content": _MARK}, {"role": "assistant", "content": _MARK}]

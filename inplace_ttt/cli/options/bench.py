@@ -19,7 +19,7 @@ _SERVING = {"base": None, "requests": 16, "prompt_tokens": 1024, "new_tokens": 6
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    op = parser.add_argument_group("the op (default)")
+    op = parser.add_argument_group("the fast-weight op (default)")
     for name, least, most, meaning in (
         ("--d", 2, 2**20, "hidden size"),  # ridge regression uses half as many directions, hence at least 2
         ("--h", 1, 2**20, "MLP size"),
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--serving",
         type=path,
         metavar="PATH",
-        help="converted checkpoint, compared with its base and with generate",
+        help="converted checkpoint to compare with its base and with generate",
     )
     serving.add_argument(
         "--base", type=path, metavar="PATH", help="the base (default: the one that the checkpoint names)"
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         serving,
         "--prompt-tokens",
         MOST_TOKENS,
-        "tokens of the longest prompt; the shortest has a sixteenth",
+        "tokens of the longest prompt; the shortest prompt has a sixteenth of them",
         _SERVING,
     )
     _number(serving, "--new-tokens", MOST_TOKENS, "tokens generated per request", _SERVING)
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuses options of the other kind of bench, and fills in the defaults of this one."""
+    """Refuses options of the benchmark that is not chosen, and fills in the defaults of the chosen one."""
     mine, others = (_OP, _SERVING) if args.serving is None else (_SERVING, _OP)
     if idle := [name for name in others if getattr(args, name) is not None]:
         with_or_without = "without" if args.serving is None else "with"

@@ -7,6 +7,9 @@ import argparse
 from ...errors import InPlaceTTTError
 from ..arguments import MOST_TOKENS, add_base, add_dtype, add_temperature, path, whole
 
+API_KEY = "VLLM_API_KEY"
+"""Environment variable that holds a server's key, as vLLM names it."""
+
 PORT, SESSIONS = 7860, "sessions"
 """Defaults of --port and --sessions."""
 
@@ -15,6 +18,7 @@ EXAMPLES = """examples:
   inplace-ttt chat ./smollm2-ttt --session ada.session --read book.txt notes.txt
   inplace-ttt chat ./smollm2-ttt --session ada.session --system "Answer in one sentence."
   inplace-ttt chat ./smollm2-ttt --web --sessions memories
+  inplace-ttt chat http://localhost:8000 --memory book --read book.txt
   printf '/read book.txt\\nWhat happened to the whale?\\n' | inplace-ttt chat ./smollm2-ttt
 
 commands in the chat:
@@ -22,7 +26,12 @@ commands in the chat:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", type=path, metavar="MODEL", help="converted checkpoint or adapter folder")
+    parser.add_argument(
+        "path",
+        type=path,
+        metavar="MODEL",
+        help="converted checkpoint or adapter folder, or the address of a running `inplace-ttt serve`",
+    )
     parser.add_argument(
         "--session",
         type=path,
@@ -45,7 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ttt",
         choices=("on", "off"),
         default="on",
-        help="off: without the fast weights until /on, as by /off (default: on)",
+        help="off: start without the fast weights, as after /off (default: on)",
+    )
+    parser.add_argument("--memory", metavar="NAME", help="with a server: the memory to read and write")
+    parser.add_argument(
+        "--api-key", metavar="KEY", help=f"with a server: the key of its user (default: ${API_KEY}, if set)"
     )
     parser.add_argument(
         "--web", action="store_true", help="serve the chat as a page in the browser, on this machine alone"
@@ -64,12 +77,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(check=check)
 
 
+def is_address(model: str) -> bool:
+    """Returns True for the address of a server, and False for a model folder or hub id."""
+    return model.startswith(("http://", "https://"))
+
+
 def check(args: argparse.Namespace) -> None:
     if args.system is not None and not args.system.strip():
         raise InPlaceTTTError("--system is empty; give instructions, or leave it out.")
+    server = is_address(args.path)
+    names = ("session", "base") if server else ("memory", "api_key")
+    given = [name for name in names if getattr(args, name) is not None]
+    if server and args.dtype != "auto":
+        given.append("dtype")
+    if given:
+        option = f"--{given[0].replace('_', '-')}"
+        where = f"with the server {args.path}" if server else f"without a server, and {args.path} is a model"
+        raise InPlaceTTTError(f"{option} does nothing {where}; leave it out.")
+    if server and args.read and args.memory is None:
+        raise InPlaceTTTError("--read needs --memory NAME with a server, to write into; name one.")
     for option, value in (("--port", args.port), ("--sessions", args.sessions)):
         if value is not None and not args.web:
             raise InPlaceTTTError(f"{option} is for the page; give --web too, or leave it out.")
+    if args.web and server:
+        raise InPlaceTTTError("--web needs a model on this machine, not a server; name its folder.")
     if args.web and args.session is not None:
         raise InPlaceTTTError("--session is for the terminal; with --web, --sessions names a folder of them.")
     if args.web and args.read:

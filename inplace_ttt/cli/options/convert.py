@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--calibrate-tokens",
         type=whole(1, MOST_TOKENS),
         metavar="N",
-        help="tokens of them to read (default: 32768)",
+        help="tokens of these texts to read (default: 32768)",
     )
     parser.add_argument(
         "--device",
@@ -109,7 +109,7 @@ def chosen_config(args: argparse.Namespace) -> InPlaceTTTConfig:
     for text in args.set:
         if (name := text.partition("=")[0].strip()) in given:
             raise InPlaceTTTError(
-                f"--{name.replace('_', '-')} does nothing beside --set {text}; leave one of the two out."
+                f"--{name.replace('_', '-')} does nothing next to --set {text}; leave one of the two out."
             )
         override(values, text)
     return InPlaceTTTConfig.from_dict(values)

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--learning-rate",
         type=number(most=1e3, above=0),
         metavar="FLOAT",
-        help="of Adam's first step (default: 5e-6, the paper's)",
+        help="learning rate of Adam's first step (default: 5e-6, the paper's)",
     )
     add_base(parser)
     add_dtype(parser)

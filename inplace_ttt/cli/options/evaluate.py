@@ -85,22 +85,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--passage",
         type=numbers,
         metavar="LENGTH,GAP",
-        help="its length and the gap between its copies, in tokens (default: 512,1024)",
+        help="length of the repeated passage and gap between its copies, in tokens (default: 512,1024)",
     )
     parser.add_argument(
         "--contexts",
         type=numbers,
         metavar="N,…",
-        help="also measure the loss on a fixed last block after so many tokens of context",
+        help="also measure the loss on a fixed last block after each of these numbers of context tokens",
     )
     parser.add_argument(
-        "--block", type=whole(1, MOST_TOKENS), metavar="N", help="tokens of that block (default: 512)"
+        "--block", type=whole(1, MOST_TOKENS), metavar="N", help="tokens of that last block (default: 512)"
     )
     parser.add_argument(
         "--facts",
         type=whole(1, MOST_RECORDS),
         metavar="N",
-        help="also ask questions: each document gets N records of invented facts and is asked for them later "
+        help="also test recall: put N records of invented facts into each document, and ask for them later "
         "(try 6)",
     )
     parser.add_argument(
@@ -112,7 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rivals",
         action="store_true",
-        help="also measure dynamic evaluation: gradient descent on these down-projections, a step per chunk",
+        help="also measure dynamic evaluation: one gradient step per chunk on the same down-projections",
     )
     parser.add_argument(
         "--rates",

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=path,
         nargs="+",
         metavar="PATH",
-        help="the session that a plain checkpoint or a LoRA holds; the writes of several are added up",
+        help="session file to export as plain or lora; the writes of several files are added up",
     )
     parser.add_argument(
         "--rank",

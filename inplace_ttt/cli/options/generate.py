@@ -77,14 +77,14 @@ def check(args: argparse.Namespace) -> None:
         raise InPlaceTTTError("--temperature does nothing with --max-new-tokens 0; leave it out.")
     if args.max_new_tokens == 0 and not args.save_state:
         raise InPlaceTTTError(
-            "--max-new-tokens 0 only reads, which is lost without --save-state; add --save-state PATH."
+            "--max-new-tokens 0 only reads, and nothing is kept without --save-state; add --save-state PATH."
         )
     if args.readings > 1 and (args.ttt == "off" or args.load_state):
         raise InPlaceTTTError(
-            "--readings reads a text into new fast weights, so that it works with neither --ttt off nor "
+            "--readings reads a text into new fast weights, so it works with neither --ttt off nor "
             "--load-state; drop one."
         )
     if args.ttt == "off" and (args.save_state or args.load_state):
         raise InPlaceTTTError(
-            "--ttt off writes no state, so that --save-state and --load-state do nothing; drop one."
+            "--ttt off writes no state, so --save-state and --load-state do nothing; drop one."
         )

@@ -12,7 +12,7 @@ def add_samples(parser: argparse.ArgumentParser, tasks: str, own: str) -> None:
     """Adds the options for the questions.
 
     Args:
-        parser: of the verb.
+        parser: the verb's parser.
         tasks: the help of --tasks.
         own: the benchmark's own number of samples, for the help.
     """

@@ -17,15 +17,15 @@ _NAMES = {name.lower() for name in (*PEOPLE, *ROOMS, *THINGS)}
 _LONGEST = 200
 """Largest number of words of a sentence.
 
-A longer one is a table or a text without full stops, and would keep facts together.
+A longer sentence is a table or a text without full stops, and would keep facts next to each other.
 """
 
 
 class Filler:
     """Sentences of UTF-8 text files, read as one text.
 
-    Only sentences of up to 200 words with at most one name of the world are kept. A sentence with two of its
-    people, rooms and things might answer a question.
+    Only sentences of up to 200 words with at most one name of the stories' world are kept. A sentence with
+    two of its people, rooms and things might answer a question.
 
     Args:
         paths: files or folders.
@@ -54,9 +54,9 @@ class Filler:
         return [sentence.count(" ") + 1 for sentence in self.sentences]
 
     def sentences_from(self, start: float, words: int) -> list[str]:
-        """Returns sentences of `words` words in total, from the fraction `start` (0 to 1) of the text on.
+        """Returns sentences of `words` words in total, starting at the fraction `start` (0 to 1) of the text.
 
-        At its end the text begins again. The last sentence may be cut off.
+        At its end, the text begins again. The last sentence may be cut off.
         """
         taken: list[str] = []
         for place in count(int(start * len(self.sentences))):

@@ -34,8 +34,8 @@ class Story:
         facts: the sentences, in order.
         question: the question.
         answer: the answer, one word.
-        options: words of the answer's kind that occur in the facts but not in the question; the answer is
-            one.
+        options: words of the answer's kind that occur in the facts but not in the question. One of them
+            is the answer.
     """
 
     facts: tuple[str, ...]
@@ -61,7 +61,7 @@ class Kind:
     make: Callable[[Random, int], tuple[Sequence[str], _Asked]]
 
     def story(self, random: Random, facts: int) -> Story:
-        """Returns a story of so many facts, with a question that has two or more options."""
+        """Returns a story of `facts` facts, with a question that has two or more options."""
         while True:
             told, asked = self.make(random, facts)
             known = set(_words(" ".join(told)))
@@ -105,9 +105,9 @@ def _where_was_a_thing(random: Random, facts: int) -> tuple[Sequence[str], _Aske
 
 
 def _what_lies_where(random: Random, facts: int) -> tuple[Sequence[str], _Asked]:
-    """Makes rooms on different sides of a middle room, which each question names.
+    """Makes rooms on different sides of a middle room.
 
-    No answer therefore depends on a room beyond another one.
+    Each question names the middle room, so no answer depends on a room beyond another one.
     """
     middle, *around = random.sample(ROOMS, facts + 1)
     told: list[str] = []
@@ -123,7 +123,7 @@ def _what_lies_where(random: Random, facts: int) -> tuple[Sequence[str], _Asked]
 
 
 def _who_gave_what(random: Random, facts: int) -> tuple[Sequence[str], _Asked]:
-    """Makes questions with one answer, whichever of the gifts is meant."""
+    """Makes questions that have only one answer, even if several gifts fit."""
     world = live(random, ["move", "take", "drop", "give"], facts)
     answers: dict[str, set[str]] = {}
     for gift in world.gifts:
@@ -147,4 +147,7 @@ KINDS = {
     "qa4": Kind("Rooms lie north, south, east or west of each other.", 2, 2, _what_lies_where),
     "qa5": Kind("People walk between rooms, take things and give them to each other.", 12, 7, _who_gave_what),
 }
-"""bAbI's tasks by name: one, two and three supporting facts, two and three arguments of a relation."""
+"""bAbI's tasks by name.
+
+qa1 to qa3 need one, two and three supporting facts; relations in qa4 and qa5 have two and three arguments.
+"""

@@ -1,6 +1,6 @@
 """BABILong's table: the share of right answers with its Wilson interval, by task and length.
 
-Beside it are the shares that guesses would reach.
+Two more columns hold the shares that guesses would reach.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class BabiTask(Task):
 def puzzle(kind: Kind, random: Random, material: Filler, length: int, index: int, count: Count) -> Puzzle:
     """Makes a puzzle of a story, after two solved stories without other text.
 
-    The size is in words of the text, which begins at a random place.
+    Its size is the number of words of the text. The text begins at a random place.
     """
     solved = [kind.story(random, kind.example) for _ in range(_EXAMPLES)]
     story = kind.story(random, kind.facts)

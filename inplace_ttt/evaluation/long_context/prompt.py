@@ -123,7 +123,7 @@ class Prompter:
         written = tokenizer.decode(tokenizer(probe).input_ids, skip_special_tokens=True)
         if "".join(written.split()) != "".join(probe.split()):
             raise InPlaceTTTError(
-                f"the tokenizer turns {probe!r} into {written!r} and could not write the answers; use the "
+                f"the tokenizer turns {probe!r} into {written!r}, so it cannot write the answers; use the "
                 "model's own."
             )
 
@@ -192,16 +192,16 @@ def _fit(
 ) -> tuple[int, Draft, list[int]]:
     """Returns the size whose prompt fills `room` tokens best without exceeding it.
 
-    It takes secant steps inside a shrinking bracket.
+    The search takes secant steps inside a shrinking bracket.
     """
     first = puzzle.draft(puzzle.least)
     best = puzzle.least, first, prompter.ids(first)
     tokens = least_tokens = len(best[2])
     if tokens > room:
         raise InPlaceTTTError(
-            f"{task.name} takes at least {tokens + task.budget} tokens with this tokenizer, {task.budget} "
+            f"{task.name} needs at least {tokens + task.budget} tokens with this tokenizer, {task.budget} "
             "of them for the answer, "
-            f"and must fit {length}; raise --lengths or leave it out of --tasks."
+            f"but must fit {length}; raise --lengths or leave it out of --tasks."
         )
     low, high = puzzle.least, puzzle.most + 1
     size = min(2 * puzzle.least + 50, puzzle.most) if guess is None else guess
@@ -225,6 +225,6 @@ def _fit(
             )
         raise InPlaceTTTError(
             f"{task.name} comes no closer to {length} tokens than {filled} with this tokenizer, since one "
-            "piece of its text is longer than 2 % of them; raise --lengths or leave it out of --tasks."
+            "piece of its text is longer than 2 % of that length; raise --lengths or leave it out of --tasks."
         )
     return best

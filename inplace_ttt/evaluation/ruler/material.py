@@ -117,7 +117,8 @@ def _listed(category: str) -> list[str]:
         from wonderwords import RandomWord
     except ImportError:
         raise InPlaceTTTError(
-            f"RULER's words come from the package wonderwords; {how_to_install('eval')}."
+            "RULER's words come from the package wonderwords, which is not installed; "
+            f"{how_to_install('eval')}."
         ) from None
     return sorted(set(RandomWord().filter(include_categories=[category])))
 
@@ -125,7 +126,7 @@ def _listed(category: str) -> list[str]:
 def read_questions(path: str) -> QuestionBook:
     """Reads questions from a JSON file.
 
-    Three formats are accepted: that of SQuAD, that of HotpotQA, and {"question", "answers", "documents"} as
+    Three formats are accepted: those of SQuAD and HotpotQA, and {"question", "answers", "documents"} as
     JSON or JSON lines.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Questions among documents: those that hold the answer, and others that hide them."""
+"""Questions about documents. Some documents contain the answer, and the others hide them."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def puzzle(number: int, random: Random, material: Material, length: int, index: 
     """Makes a puzzle of question `index` of a file.
 
     Its own documents are complete. They are followed by the rest of their article and then by others, which
-    are repeated if needed. The size is in words of other documents, of which the last may be cut off.
+    are repeated if needed. The size is the number of words of other documents. The last may be cut off.
     """
     book = material.questions[number]
     if index >= len(book.questions):
         raise InPlaceTTTError(
-            f"{book.name} has {len(book.questions)} questions, --samples is above that; lower it."
+            f"{book.name} has {len(book.questions)} questions, but --samples is above that; lower it."
         )
     question = book.questions[index]
     own, related = set(question.documents), set(question.related)

@@ -32,7 +32,7 @@ class RulerTask(Task):
 
     def made_of(self, material: Material) -> dict[str, str]:
         digests = {}
-        if self.haystack or self.name == "cwe":  # cwe may take words from it
+        if self.haystack or self.name == "cwe":  # cwe may use words of the haystack
             digests["haystack"] = material.digest
         if self.questions is not None:
             digests["questions"] = material.questions[self.questions].digest

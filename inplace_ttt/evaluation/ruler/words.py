@@ -62,7 +62,7 @@ def common(random: Random, material: Material, length: int, index: int, count: C
 def frequent(random: Random, material: Material, length: int, index: int, count: Count) -> Puzzle:
     """Makes a puzzle with random words of six letters, the k-th of which occurs n / (ζ(2) k²) times.
 
-    Dots take the place of the first word. The size is n.
+    Dots replace the first word. The size is n.
     """
     wanted = max(length // 50, 5)
     vocabulary: dict[str, None] = {"...": None}

@@ -31,7 +31,7 @@ def audit_recipe(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Report:
-    """Audits a recipe: its method on a narrow model of the same kind (`small_model`), and its settings.
+    """Audits a recipe's settings, and its method on a narrow model of the same kind (`small_model`).
 
     The data is audited too if it is on this machine.
 
@@ -39,7 +39,7 @@ def audit_recipe(
         recipe: a recipe or its file.
         data: the run's rows, if they are built already.
         profile: the method to compare with; the default is the recipe's own, then "paper".
-        seed: of the probes' inputs.
+        seed: seed of the probes' inputs.
         progress: called before each item.
 
     Raises:
@@ -62,9 +62,9 @@ def audit_recipe(
 def gate(
     model: nn.Module, recipe: Recipe, *, data: TrainingData | None = None, progress: Progress | None = None
 ) -> Report:
-    """Audits a model in memory and the recipe that trains it, with the deviations that the recipe declares.
+    """Audits a model in memory and the recipe that trains it. The recipe may declare deviations.
 
-    An undeclared deviation raises nothing here: the caller decides.
+    It raises no error for an undeclared deviation; the caller decides.
 
     Args:
         model: the model to train.
@@ -98,7 +98,7 @@ def write_report(report: Report, output: str | Path) -> Path:
 
 
 def audited(output: str | Path) -> dict[str, Any] | None:
-    """Returns the report in a run's folder, as `Report.to_dict`; None if the run was not audited."""
+    """Returns the report in a run's folder as plain values; None if the run was not audited."""
     file = Path(output) / f"{REPORT}.json"
     return read_json(file, "the audit's report") if file.exists() else None
 

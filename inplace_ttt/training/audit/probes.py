@@ -26,7 +26,7 @@ from ..recipe.recipe import Recipe
 from .rows import read_rows
 
 _NEAR = 0.2
-"""Allowed relative difference from a token budget, which the paper gives as "about"."""
+"""Allowed relative difference from a token budget, since the paper states budgets as "about"."""
 _GROUPS = ("conv", "proj", "matrices", "vectors")
 _REACHED = 0.5
 """Least fraction of a rate or of η that a run must reach at some step.
@@ -34,7 +34,7 @@ _REACHED = 0.5
 Below it the run never uses the value that is set.
 """
 _STILL = 0.02 * 2.0**-24
-"""Half a unit in the last place of 0.02, P's start, as a float32.
+"""Half a unit in the last place of 0.02 in float32; P starts at about 0.02.
 
 Adam's steps must add up to more, or the stored value does not change.
 """
@@ -74,7 +74,7 @@ def trained_parameters(run: Run, expected: Any) -> Outcome:
 
 
 def learning_rate(run: Run, expected: Any) -> Outcome:
-    """Compares the recipe's rates with the paper's, and with the step that float32 can store."""
+    """Compares the recipe's rates with the paper's, and with the smallest change that float32 can store."""
     o = run.recipe.training
     continual, scratch = expected
     wanted = scratch if run.from_scratch else (continual,)
@@ -168,7 +168,7 @@ def _declared_factors(run: Run, group: str) -> list[float]:
 
 
 def _eta_warmup(run: Run) -> str:
-    """Returns the first step at which η is off its linear warm-up, as a clause; "" if there is none."""
+    """Returns a clause about a step at which η differs from its linear warm-up; "" if there is none."""
     warmup, layers = run.recipe.training.eta_warmup_steps, fast_weights(run.model)
     own = {index: layer.eta for index, layer in layers.items()}
     callback = EtaWarmup(warmup)

@@ -1,6 +1,6 @@
 """Compares the first rows of a run with their documents.
 
-The expected rows are laid out here token by token, with none of the code that packing uses.
+The expected rows are made here token by token, without the code that packing uses.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from ..loop import batches
 from ..recipe.recipe import Recipe
 
 _ROWS, _TOKENS = 32, 1 << 17
-"""Limits on the rows that are read; at least two are."""
+"""Upper bounds on the rows and tokens that are read. At least two rows are read."""
 
 _FEW = 512
-"""The order of rows is checked only for data of at most so many rows."""
+"""The order of rows is checked only for data of at most this many rows."""
 _OTHER = "tokens that differ from the documents"
 _POSITIONS = "positions that do not start at 0 with each document"
 _MISSING = "tokens of a document without a label"
@@ -32,12 +32,12 @@ _FOREIGN = "labels that differ from the document's next token"
 
 
 class Place(NamedTuple):
-    """The expected content of one place in a row.
+    """The expected content of one position in a row.
 
     Attributes:
         token: token id, None in padding.
         position: position in the document.
-        label: target as in rows, not shifted.
+        label: the target as rows store it, not shifted.
     """
 
     token: int | None
@@ -48,15 +48,15 @@ class Place(NamedTuple):
 def laid_out(
     documents: Iterable[Sequence[int]], length: int, align: int, begins: Sequence[int] = ()
 ) -> Iterator[list[Place]]:
-    """Yields rows of documents one after another, as packing should make them.
+    """Yields the rows that packing should make, with documents one after another.
 
     A document that does not fit goes on in the next row, with positions from 0. If it starts with `begins`,
     the next row's part starts with them too.
 
     Args:
         documents: token ids of each document.
-        length: places per row.
-        align: every document starts at a multiple of this place.
+        length: tokens per row.
+        align: every document starts at a multiple of this many tokens in its row.
         begins: special tokens that begin every text.
     """
     row: list[Place] = []
@@ -99,7 +99,9 @@ def read_rows(recipe: Recipe, data: TrainingData) -> Outcome:
         "different in a batch": unlike,
     }
     if unlike:
-        return judged(False, f"a batch of two rows differs from them in {' and '.join(unlike)}", numbers, 0)
+        return judged(
+            False, f"a batch of two rows differs from its rows in {' and '.join(unlike)}", numbers, 0
+        )
     if strange := _in_another_order(recipe, data) or _held_out_otherwise(recipe, data):
         return judged(False, strange, numbers, 0)
     worst = max(off, key=lambda what: off[what])

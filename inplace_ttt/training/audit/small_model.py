@@ -59,7 +59,7 @@ def small_model(recipe: Recipe) -> PreTrainedModel:
 def _narrowed(config: PreTrainedConfig) -> tuple[PreTrainedConfig, int]:
     """Returns the config with every width divided by the same number, and that number.
 
-    The size of a head and the number of query heads per key-value head stay.
+    The size of a head, and the number of query heads per key-value head, do not change.
     """
     config = copy.deepcopy(config)
     text = config.get_text_config()
@@ -79,7 +79,7 @@ def _narrowed(config: PreTrainedConfig) -> tuple[PreTrainedConfig, int]:
 
 
 def _narrowed_ttt(ttt: InPlaceTTTConfig, factor: int) -> InPlaceTTTConfig:
-    """Divides the rank of whitening, which is one of the widths, unless it is a fraction of one."""
+    """Divides the rank of whitening, which is a width too. A rank given as a fraction is left as it is."""
     if ttt.whitening is None or not isinstance(ttt.whitening.rank, int):
         return ttt
     return dataclasses.replace(

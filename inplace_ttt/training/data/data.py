@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 SAMPLED_ROWS = 16
 """Number of a stream's first rows that its report counts."""
 _FORMAT = 3
-"""Part of every cache key. Raise it when the same input gives other tokens or rows."""
+"""Part of every cache key. Increase it when the code makes other tokens or rows from the same input."""
 _BATCH = 32
 """Documents, or rows, per batch. It is small because one document may have a million tokens."""
 _BYTES_A_PROCESS = 32_000_000
@@ -55,8 +55,8 @@ class TrainingData:
         report: counts and warnings about the data.
         documents: returns an iterator over the token ids of the training documents, in the order of packing.
         align: each document starts on a multiple of this many tokens in its row.
-        begins: token ids of the special tokens that begin every text. Each piece of a document that begins
-            with them begins with them too.
+        begins: token ids of the special tokens that begin every text. If a document
+            begins with them, so does each of its pieces.
     """
 
     train: Dataset | RowStream
@@ -71,7 +71,7 @@ def build_data(recipe: Recipe, tokenizer: Any, chunk_size: int) -> TrainingData:
     """Returns the rows of a run.
 
     Every process of a run calls it. Among the processes that share a cache, one tokenizes and packs. The
-    others wait at its lock without a time limit, and then read the cache.
+    others wait for the cache's lock without a time limit, and then read the cache.
 
     Args:
         recipe: the run's recipe.
@@ -132,7 +132,7 @@ class _Job:
 
     @functools.cached_property
     def tokenizer_key(self) -> str:
-        """A key that differs between tokenizers that read a text differently."""
+        """A key that differs for tokenizers that encode a text differently."""
         t = self.tokenizer
         backend = getattr(t, "backend_tokenizer", None)
         inner: Any = sorted(t.get_vocab().items())
@@ -235,7 +235,7 @@ def _sources(data: Data, role: str) -> list[Source]:
 
 
 def _order(documents: Dataset, shuffle: bool, seed: int) -> tuple[np.ndarray, int]:
-    """Returns the numbers of the nonempty documents in the order of packing, and the count of empty ones."""
+    """Returns the indices of the nonempty documents in the order of packing, and the count of empty ones."""
     import numpy as np
 
     (filled,) = np.nonzero(np.fromiter(_column(documents, "length"), np.int64))
@@ -244,7 +244,7 @@ def _order(documents: Dataset, shuffle: bool, seed: int) -> tuple[np.ndarray, in
 
 
 def _hold_out(order: np.ndarray, wanted: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the numbers of `wanted` documents, drawn with the seed, and the others in their order."""
+    """Returns the indices of `wanted` documents, drawn with the seed, and the other ones in their order."""
     import numpy as np
 
     if 0 < len(order) <= wanted:

@@ -17,7 +17,7 @@ _MOST_REPEATED = 100
 
 
 def furthest_behind(tokens: Sequence[int], weights: Sequence[float]) -> int:
-    """Returns the number of the source that gave the smallest part of its share; the first of equals.
+    """Returns the index of the source that gave the smallest part of its share, in a tie the first.
 
     Args:
         tokens: tokens that each source gave so far.
@@ -31,7 +31,7 @@ def mixed(
 ) -> np.ndarray:
     """Returns the documents of one pass, mixed so that each source has its weight's share of the tokens.
 
-    The shares hold at any time, up to one document. A pass ends when every source was read once. A source
+    The shares are right at any time, up to one document. A pass ends once every source was read. A source
     that ends sooner starts again.
 
     Args:
@@ -53,13 +53,13 @@ def mixed(
     if not all(totals):
         raise InPlaceTTTError(
             f"entry {totals.index(0) + 1} of data.train lacks a document to train on, though data.weights "
-            "gives it a share; remove both."
+            "gives it a share; remove the entry and its weight."
         )
     needed = max(total / weight for total, weight in zip(totals, weights, strict=True)) * sum(weights)
     if needed > _MOST_REPEATED * sum(totals):
         raise InPlaceTTTError(
-            f"with data.weights, one pass over every document has {needed:.3g} tokens, and the sources have "
-            f"{sum(totals)}; choose weights nearer to the sources' sizes "
+            f"with data.weights, one pass over every document has {needed:.3g} tokens, but the sources have "
+            f"only {sum(totals)}; choose weights nearer to the sources' sizes "
             f"({', '.join(map(str, totals))} tokens)."
         )
     sizes = lengths.tolist()

@@ -6,8 +6,8 @@ Its positions start at 0 and its first label is -100, so that nothing is predict
 If a document begins with special tokens (a BOS), so does each of its pieces. A model that was trained with
 these tokens reads much worse without them, and the writes would learn to compensate.
 
-The rest of a row is a document of padding, which is never predicted. Attention and fast weights separate it
-from the others as they separate any two documents.
+The rest of a row is a document of padding, which is never predicted. Attention and fast weights treat it
+as a separate document.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Size(NamedTuple):
 def lay_out(sizes: Iterable[Size], row_length: int, align: int = 1, used: int = 0) -> Iterator[list[Piece]]:
     """Yields the pieces of each row. Empty documents are left out.
 
-    The next size is taken only when the row has room for it.
+    It takes the next size from `sizes` only when the row has room.
 
     Args:
         sizes: size of each document.
@@ -121,7 +121,7 @@ def pack_pieces(
 ) -> Iterator[tuple[list[Piece], dict[str, np.ndarray]]]:
     """Yields the same rows as `pack`, each with its pieces.
 
-    When it yields a row, it has taken no document beyond the last one of that row.
+    When it yields a row, it has not yet read beyond that row's last document.
     """
     held: dict[int, Sequence[int]] = {}
 
@@ -139,7 +139,7 @@ def pack_pieces(
 def _fill(
     row: list[Piece], documents: dict[int, Sequence[int]], row_length: int, pad_token: int, align: int
 ) -> dict[str, np.ndarray]:
-    """Returns one row. Padding starts anew at the next multiple of `align`, so that its chunks align too."""
+    """Returns one row. Padding starts anew at the next multiple of `align`, so its chunks are aligned too."""
     import numpy as np
 
     ids = np.full(row_length, pad_token, dtype=np.int32)
@@ -171,7 +171,7 @@ class PackingCounts:
         tokens: tokens of documents, without padding.
         long_tokens: tokens in pieces longer than one chunk. Only these train the target generator.
         writes: chunks whose write is read by a later token of the same piece.
-        chunks: number of pieces per number of chunks.
+        chunks: number of chunks -> number of pieces with so many chunks.
     """
 
     chunk_size: int

@@ -50,7 +50,7 @@ def with_practice(rows: Any, data: Data, encode: Encode, begins: Sequence[int] =
 
 
 def seen_anyway(data: Data, reach: float) -> list[str]:
-    """Returns a warning for each augmentation whose first copy attention can still see from the second.
+    """Returns a warning for each augmentation whose second copy can still attend to the first.
 
     Args:
         data: the recipe's data section.
@@ -61,11 +61,10 @@ def seen_anyway(data: Data, reach: float) -> list[str]:
         after["repeated_passages"] = data.repeated_passages.length + data.repeated_passages.gap
     if data.synthetic_facts is not None:
         after["synthetic_facts"] = data.synthetic_facts.min_gap
-    seen = f"{reach:,}" if math.isfinite(reach) else "all"
+    seen = f"the last {reach:,}" if math.isfinite(reach) else "all tokens"
     return [
-        f"data.{name} repeats text after {tokens:,} tokens, and attention sees {seen} of them: such rows "
-        "may train attention, "
-        "not fast weights; set model.window to at most that distance"
+        f"data.{name} repeats text after {tokens:,} tokens, but attention sees {seen}: such rows "
+        "may train attention instead of fast weights; set model.window to at most that distance"
         for name, tokens in after.items()
         if reach > tokens
     ]

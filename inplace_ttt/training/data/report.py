@@ -124,12 +124,12 @@ def make_report(
     if long_share < FEW_LONG:
         warnings.append(
             f"only {long_share:.0%} of the tokens are in pieces longer than one chunk of {chunk}; the "
-            "others do not train "
+            "other tokens do not train "
             "conv and P: lower chunk_size or use longer documents"
         )
     if padding / space > MUCH_PADDING:
         warnings.append(
-            f"{padding / space:.0%} of the rows is padding: raise the documents' length, or lower "
+            f"{padding / space:.0%} of the rows is padding: use longer documents, or lower "
             "sequence_length or chunk_size"
         )
     if counts.rows < recipe.rows_per_step and not tally.sampled:

@@ -43,7 +43,7 @@ def rows_to_come(train: Any, recipe: Recipe, steps_done: int = 0, checkpoint: Pa
         return train.from_row(_position(kept) if kept is not None and kept.exists() else read, ahead)
     if not len(train):
         raise InPlaceTTTError(
-            "the data gives no row to train on; give longer documents or a smaller data.sequence_length."
+            "the data yields no row to train on; give longer documents or a smaller data.sequence_length."
         )
     epochs = range(-(-steps // len(train)))
     if recipe.data.shuffle:
@@ -69,12 +69,12 @@ def _position(file: Path) -> Position:
         return Position.from_dict(json.loads(file.read_bytes()))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InPlaceTTTError(
-            f"{file} cannot be read ({error}); remove it, and the rows before it are read again."
+            f"{file} cannot be read ({error}); remove it, and the run makes the earlier rows again."
         ) from None
 
 
 def _rows_read(recipe: Recipe, steps: int) -> int:
-    """Returns the rows read after `steps`. Ranks that share rows read one each, then train on all."""
+    """Returns the number of rows read in `steps`. Ranks that share rows read one each, and train on all."""
     shared, micro_steps = (
         recipe.parallel.sequence_parallel_size,
         steps * recipe.training.gradient_accumulation_steps,

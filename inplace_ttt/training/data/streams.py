@@ -47,7 +47,7 @@ class Place:
     """A position in a source.
 
     Attributes:
-        passes: how many times the source was read to its end.
+        passes: number of times that the source was read to its end.
         documents: documents read in the current pass.
         tokens: tokens read in all passes.
         state: state of the stream in `datasets`.
@@ -125,7 +125,7 @@ def _change_places(
 
 
 class _Reader:
-    """Reads one source from a place on."""
+    """Reads one source, starting at a place."""
 
     def __init__(self, opened: Opened, data: Data, wanted: Callable[[Document], bool], place: Place) -> None:
         self.source, self.open = opened
@@ -138,7 +138,7 @@ class _Reader:
         try:
             if self._stream is None:
                 self._stream = self.open(self.place.passes)
-                with _silent("datasets.iterable_dataset"):  # it warns of a buffer of one
+                with _silent("datasets.iterable_dataset"):  # it would warn of a buffer of one
                     if self.place.state is not None:
                         self._stream.load_state_dict(self.place.state)
                     self._documents = iter(self._stream)
@@ -166,7 +166,7 @@ class _Reader:
 
 @contextmanager
 def _silent(name: str) -> Iterator[None]:
-    """Silences a logger below the level of errors."""
+    """Silences the records of a logger that are below the level ERROR."""
     logger = logging.getLogger(name)
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -200,7 +200,7 @@ class Documents:
         """Yields the documents that follow `places`.
 
         Args:
-            places: position in each source; the start without it.
+            places: position in each source; the default is the start.
             endless: start again at the end. Otherwise it ends when every source was read once.
 
         Yields:
@@ -223,7 +223,7 @@ class Documents:
             elif self.weights and not before[number].documents:
                 raise InPlaceTTTError(
                     f"{readers[number].source.name} lacks a document to train on, though data.weights gives "
-                    "it a share; remove both."
+                    "it a share; remove the source and its weight."
                 )
 
     def _next(self, places: Sequence[Place]) -> int:

@@ -72,7 +72,7 @@ def _checked(documents: Sequence[Any], vocabulary: int, source: str) -> Iterator
             raise InPlaceTTTError(
                 f"the input_ids of {source} are not this model's (ids 0 to {vocabulary - 1}): "
                 f"{min(tokens)} to {max(tokens)}; "
-                "tokenize the documents with it."
+                "tokenize the documents with this model's tokenizer."
             )
         yield tokens or ()
 

@@ -19,7 +19,8 @@ def tell_facts(
 ) -> Row:
     """Returns the row with facts in one document; the row itself if the document is too short.
 
-    The labels keep the second copy's answers, and `loss_on_other_tokens` of all other tokens.
+    Answers in the second copy keep their labels. Of all other tokens, the fraction `loss_on_other_tokens`
+    keeps its labels.
 
     Args:
         row: `input_ids`, `position_ids` and `labels` as lists of integers.
@@ -50,7 +51,7 @@ def require_room(settings: SyntheticFacts, length: int, encode: Encode) -> None:
         raise InPlaceTTTError(
             f"data.synthetic_facts: {settings.count} statements, stated twice, and a min_gap of "
             f"{settings.min_gap} take about {needed:,} "
-            f"tokens, and rows have {length:,}; lower count or min_gap, or raise data.sequence_length."
+            f"tokens, but rows have {length:,}; lower count or min_gap, or raise data.sequence_length."
         )
 
 

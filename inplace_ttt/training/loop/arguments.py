@@ -21,8 +21,8 @@ def training_arguments(recipe: Recipe, one_disk: bool = True) -> TrainingArgumen
 
     Args:
         recipe: the run's recipe.
-        one_disk: all processes see the same output; otherwise each node saves the files that its own
-            processes need to resume.
+        one_disk: True if all processes see the same output folder. Otherwise each node saves the files that
+            its own processes need to resume.
     """
     from accelerate import ParallelismConfig
     from accelerate.utils import DeepSpeedSequenceParallelConfig
@@ -62,7 +62,7 @@ def training_arguments(recipe: Recipe, one_disk: bool = True) -> TrainingArgumen
         eval_steps=m.eval_steps or None,
         save_strategy="steps",
         save_steps=m.save_steps,
-        save_total_limit=None,  # the trainer's own rotation waits until a checkpoint is complete
+        save_total_limit=None,  # FastWeightTrainer removes old checkpoints once a new one is complete
         ignore_data_skip=True,  # a resumed run's rows start at its checkpoint
         remove_unused_columns=False,
         label_names=["labels"],
@@ -86,7 +86,7 @@ def open_group(meeting: Meeting, recipe: Recipe) -> None:
     """Opens the run's process group, and registers it with DeepSpeed.
 
     Its timeout also becomes torch's default. DeepSpeed and accelerate reduce gradients in groups of their
-    own, which take that default; no argument of theirs reaches it.
+    own. These use that default, and no argument can change it.
     """
     import deepspeed
     from torch.distributed import distributed_c10d

@@ -15,7 +15,7 @@ from ..recipe.recipe import Recipe
 
 
 def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-    """Stacks rows to a batch of input_ids, position_ids and labels, int64 [B, T].
+    """Stacks rows into a batch of input_ids, position_ids and labels, int64 [B, T].
 
     No attention mask is needed, since position_ids show the documents.
     """
@@ -28,7 +28,7 @@ def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
 def with_document_lengths(batch: dict[str, Any]) -> dict[str, Any]:
     """Returns a batch of packed rows [B, T] as one row [1, B·T] with the documents' lengths.
 
-    Flash attention takes these lengths. Without them, transformers searches every layer's positions for
+    Flash attention needs these lengths. Without them, transformers searches every layer's positions for
     documents, and waits for the device each time. In a batch of several rows it does not search, so documents
     would see each other. A document's first label is ignored, so the last token of a row never predicts the
     next row's first.
@@ -55,8 +55,8 @@ def with_document_lengths(batch: dict[str, Any]) -> dict[str, Any]:
 def needs_document_lengths(recipe: Recipe) -> bool:
     """Returns True if flash attention must be given the documents' lengths.
 
-    It is False if ranks share rows: each has parts of documents, and Ulysses gives attention whole rows,
-    whose positions then show the documents.
+    It is False if ranks share rows: Ulysses then gives attention whole rows, whose positions show the
+    documents.
     """
     return (
         recipe.model.attn_implementation == "flash_attention_2"
@@ -72,9 +72,9 @@ def shifted(labels: Tensor) -> Tensor:
 def where_learned(batch: dict[str, Any]) -> dict[str, Any]:
     """Restricts the logits of a batch to positions at which some row has a target.
 
-    If rows ignore most of their targets (answers alone, synthetic facts), the head computes a small part of
-    the logits. With a large vocabulary they are most of a small model's work. The first position always
-    stays, so that there is at least one.
+    Rows may ignore most of their targets, for example if only answers are learned. The head then computes
+    only a small part of the logits. With a large vocabulary, logits are most of a small model's work. The
+    first position always stays, so that there is at least one.
 
     Args:
         batch: labels or shift_labels [B, T].

@@ -23,21 +23,22 @@ _OF_GROUPS = ("conv_learning_rate", "proj_learning_rate", "conv_weight_decay", "
 
 @dataclass(kw_only=True, eq=False)
 class InPlaceTTTCallback(TrainerCallback):
-    """Adds to a transformers `Trainer` the parts that the fast weights need (TRL's and Axolotl's too).
+    """Adds the parts that fast weights need to a `Trainer` of transformers, TRL or Axolotl.
 
-    Add it with `InPlaceTTTCallback(…).attach(trainer)`. Passed as one of `callbacks` without `attach`, it
-    does everything but set rates and decays.
+    Add it with `InPlaceTTTCallback(…).attach(trainer)`. If it is only passed in `callbacks`, it does not
+    set rates and decays, but does everything else.
 
     It warns if rows begin without the tokenizer's BOS. It stops before a step whose loss is not finite. After
     the first step it checks that every target generator learns. It appends logs to `log.jsonl` in the
     Trainer's output, with writes and gradients of each TTT layer. Its warnings are kept in `warnings`.
 
     Args:
-        conv_learning_rate: of the convolution; the default is the Trainer's. The Trainer's schedule applies.
-        proj_learning_rate: of P and a gate of writes; the default is the Trainer's. The Trainer's schedule
+        conv_learning_rate: rate of the convolution; the default is the Trainer's. The Trainer's schedule
             applies.
-        conv_weight_decay: of the convolution; the default is 0.
-        proj_weight_decay: of P and a gate of writes; the default is 0.
+        proj_learning_rate: rate of P and a gate of writes; the default is the Trainer's. The Trainer's
+            schedule applies.
+        conv_weight_decay: decay of the convolution; the default is 0.
+        proj_weight_decay: decay of P and a gate of writes; the default is 0.
         eta_warmup_steps: η rises linearly from 0 to its own value over this number of optimizer steps. A
             resumed run continues the warm-up.
         stop_write_ratio: the run stops if the writes of one document move a weight by more than this multiple
@@ -45,7 +46,7 @@ class InPlaceTTTCallback(TrainerCallback):
 
     Raises:
         InPlaceTTTError: if a setting is invalid or, when training starts, would be ignored.
-        NotSoError: in training, if a guard stops the run.
+        NotSoError: if a guard stops the run while it trains.
 
     Examples:
         >>> from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments
@@ -89,7 +90,7 @@ class InPlaceTTTCallback(TrainerCallback):
         self._tap: GradientTap | None = None
 
     def attach(self, trainer: Trainer) -> InPlaceTTTCallback:
-        """Joins a trainer before it trains: its callbacks, and the construction of its optimizer.
+        """Adds this callback to a trainer before it trains, and takes part in making its optimizer.
 
         Args:
             trainer: the trainer of a converted model.
@@ -110,8 +111,8 @@ class InPlaceTTTCallback(TrainerCallback):
         given = trainer.optimizer_cls_and_kwargs
         if trainer.optimizer is not None or (given is not None and not _is_optimizer(given[0])):
             raise InPlaceTTTError(
-                "the trainer was given an optimizer that has its parameters already, or chooses them "
-                "itself; leave it to the trainer (args.optim), or add this callback without rates by "
+                "the trainer was given an optimizer that already has its parameters, or chooses them "
+                "itself; let the trainer make it (args.optim), or add this callback without rates by "
                 "trainer.add_callback."
             )
         trainer.optimizer_cls_and_kwargs = _Factory, {"made_by": self, "trainer": trainer, "given": given}
@@ -126,8 +127,8 @@ class InPlaceTTTCallback(TrainerCallback):
             trainer: its trainer.
 
         Returns:
-            The groups that are not empty. The Trainer's own come first, because the first rate is the logged
-            one. Then come `conv` and `proj`.
+            The groups that are not empty. The Trainer's own come first, because the Trainer logs the
+            first group's rate. Then come `conv` and `proj`.
 
         Raises:
             InPlaceTTTError: if a setting would be ignored, or a layer's target generator is frozen.
@@ -178,7 +179,7 @@ class InPlaceTTTCallback(TrainerCallback):
         self._parts.append(LayerMonitor(self._tap, self.warnings, self.stop_write_ratio, log))
 
     def _check_effect(self, optimizer: Any, steps: int) -> None:
-        """Refuses settings that the optimizer was made without, and a warm-up that outlasts the run."""
+        """Refuses settings that were not used for the optimizer, and a warm-up that outlasts the run."""
         groups = {group.get("name") for group in optimizer.param_groups}
         given = [name for name in _OF_GROUPS if getattr(self, name) is not None]
         if given and not {name.partition("_")[0] for name in given} <= groups:
@@ -190,7 +191,7 @@ class InPlaceTTTCallback(TrainerCallback):
             )
         if self.eta_warmup_steps >= steps:
             raise InPlaceTTTError(
-                f"eta_warmup_steps is {self.eta_warmup_steps} and the run has {steps} steps, so that η "
+                f"eta_warmup_steps is {self.eta_warmup_steps} and the run has {steps} steps, so η "
                 "would never reach its own value; "
                 "shorten the warm-up."
             )
@@ -217,7 +218,7 @@ class InPlaceTTTCallback(TrainerCallback):
     def _pass_on(self, event: str, *args: Any, **kwargs: Any) -> None:
         """Passes an event to every part.
 
-        If a part stops the run, the model keeps its own η and no hooks.
+        If a part stops the run, the model gets its own η back, and the hooks are removed.
         """
         try:
             for part in self._parts:
@@ -258,8 +259,8 @@ class _Factory:
         kind, options = given or trainer.get_optimizer_cls_and_kwargs(trainer.args, model)
         if not _is_optimizer(kind) or {"params", "model", "optimizer_dict"} & set(options):
             raise InPlaceTTTError(
-                f"optim={trainer.args.optim} chooses its parameters itself, so that conv and P cannot be "
-                "groups of their own; take "
+                f"optim={trainer.args.optim} chooses its parameters itself, so conv and P cannot be "
+                "groups of their own; choose "
                 "another, or add the callback without rates by trainer.add_callback."
             )
         return kind(made_by.groups(model, trainer), **options)

@@ -70,7 +70,7 @@ class GradientTap:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Within it a backward pass of another text leaves the norms unchanged."""
+        """Keeps the norms unchanged by a backward pass over another text inside the block."""
         before = {index: dict(norms) for index, norms in self.norms.items()}
         try:
             yield
@@ -170,14 +170,14 @@ class FiniteGradients(TrainerCallback):
 def _require_finite(value: float, step: int) -> None:
     if not math.isfinite(value):
         raise NotSoError(
-            f"the loss or its gradient is not finite at step {step}; go on from the checkpoint before it, "
+            f"the loss or its gradient is not finite at step {step}; continue from the checkpoint before it, "
             "if there is one, with lower "
             "learning rates or eta, or look for bad rows in the data."
         )
 
 
 def check_state_precision(model: nn.Module) -> None:
-    """Raises InPlaceTTTError if a layer's state has less precision than float32, whatever the model has."""
+    """Raises InPlaceTTTError if a layer's state has less precision than float32, in a model of any dtype."""
     for index, dtype in states_in_training(fast_weights(model)).items():
         if torch.finfo(dtype).bits < 32:
             raise InPlaceTTTError(
@@ -244,14 +244,17 @@ def check_writes(writes: dict[int, WriteHealth], limit: float, warnings: list[st
                 "consider a lower eta or a clip.",
             )
         if not health.chunks:
-            note(warnings, f"layer {index}: a forward completed no chunk; its rows do not train conv and P.")
+            note(
+                warnings,
+                f"layer {index}: a forward pass completed no chunk; its rows do not train conv and P.",
+            )
 
 
 def check_ratios(ratios: dict[int, float], limit: float) -> None:
     """Checks how far writes move each layer's weight.
 
     Args:
-        ratios: layer -> η‖S‖/‖W0‖; infinite if S is not finite, NaN if W0 cannot be read, which passes.
+        ratios: layer -> η‖S‖/‖W0‖; infinite if S is not finite. NaN means that W0 cannot be read, and passes.
         limit: largest ratio.
 
     Raises:

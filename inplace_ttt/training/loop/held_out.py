@@ -18,8 +18,8 @@ from ...tasks import IGNORED
 def held_out_sums(model: nn.Module, inputs: dict[str, Any], targets: Tensor) -> Tensor:
     """Sums losses and hits over the targets that are not ignored.
 
-    The base model reads all inputs in one call. The head, and the family's changes of logits, take a few
-    hundred tokens at a time.
+    The base model reads all inputs in one call. The head, and the family's changes of logits, process a
+    few hundred tokens at a time.
 
     Args:
         model: a causal language model.

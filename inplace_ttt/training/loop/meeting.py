@@ -1,8 +1,8 @@
 """A meeting point for the processes of a run before their process group opens.
 
 Tokenizing, auditing and reading large files may take hours in one process, and a process group times out
-after half an hour. So this work comes before the group. The processes meanwhile wait at the store that the
-group is then made from. They wait without limit, unless one of them fails.
+after half an hour. So this work is done before the group opens. Meanwhile, the other processes wait at the
+store from which the group is made later. They wait without limit, unless one of them fails.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Sto
 from ...errors import InPlaceTTTError
 
 _POLL = 0.1
-"""Seconds between two looks at the store."""
+"""Seconds between two checks of the store."""
 _FAREWELL = 2.0
 """Seconds that process 0, which serves the store, waits for the others after a failure.
 
@@ -55,16 +55,16 @@ class Meeting:
 
     @classmethod
     def by_environment(cls) -> Meeting:
-        """Joins by the launcher's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)."""
+        """Joins the run of the launcher's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)."""
         store, rank, world = next(iter(dist.rendezvous("env://")))
         return cls(store, rank, world)
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
-        """Surrounds all work of a process. Only the first error of all processes is raised as it is.
+        """Wraps all work of a process. Only the process that fails first raises its own error.
 
         Raises:
-            OtherFailed: in place of a later error.
+            OtherFailed: in place of the error, if another process failed before.
         """
         try:
             yield
@@ -96,7 +96,7 @@ class Meeting:
         """Gathers a value from every process, once all have called it.
 
         Args:
-            name: a name that serves only once.
+            name: a name that no other call uses.
             value: plain JSON values.
 
         Returns:

@@ -1,4 +1,4 @@
-"""Logs and measurements during a run: one JSON line per log with every TTT layer, and η's warm-up."""
+"""Callbacks that log and measure during a run, and one that warms η up."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _ROWS_TO_CHOOSE_FROM = 16
 
 
 class EtaWarmup(TrainerCallback):
-    """Raises η linearly from 0 to its own value over the first steps. Checkpoints hold η itself."""
+    """Raises η linearly from 0 to its own value over the first steps. Checkpoints store that value."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
@@ -49,10 +49,10 @@ class EtaWarmup(TrainerCallback):
 
 
 class LayerMonitor(TrainerCallback):
-    """Writes the log: at each logged step, writes and gradients of every TTT layer and the Trainer's values.
+    """Writes the log: one JSON line per logged step, with writes and gradients of every TTT layer.
 
-    At every other step it measures how far the longest document of the first micro-step moves each layer's
-    weight. All ranks stop if one of them exceeds `limit`.
+    The line also holds the Trainer's values. At steps that are not logged, it measures how far the longest
+    document of the first micro-step moves each layer's weight. All ranks stop if one of them exceeds `limit`.
 
     Args:
         gradients: source of the gradient norms.
@@ -123,11 +123,11 @@ class DiagnoseCallback(TrainerCallback):
     The run itself is not affected. Severe findings become warnings.
 
     Args:
-        speed: of the run; its clock is paused meanwhile.
+        speed: the run's speed; its clock is paused meanwhile.
         ids: token ids of the document [1, n], int64.
         gradients: the run's gradient norms, which the diagnosis must not change.
         warnings: list that warnings are appended to.
-        folder: place of the diagnoses.
+        folder: folder to write the diagnoses into.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class CompareCallback(TrainerCallback):
     they help only their own document. Before the first step of a fresh conversion `off` is the base's loss.
 
     Args:
-        speed: of the run; its clock is paused meanwhile.
+        speed: the run's speed; its clock is paused meanwhile.
         documents: token ids [T] of each document.
         file: the log.
     """
@@ -214,13 +214,13 @@ def documents_to_compare(rows: Iterable[dict[str, Any]], chunk_size: int) -> lis
         Token ids [T], int64, of the documents with more than `chunk_size` + 1 tokens.
 
     Raises:
-        InPlaceTTTError: if there is none.
+        InPlaceTTTError: if no document is long enough.
     """
     longest = (_longest_document(row, chunk_size) for row in rows)
     found = [ids for ids in longest if len(ids) > chunk_size + 1]
     if not found:
         raise InPlaceTTTError(
-            f"no held-out document has more than {chunk_size + 1} tokens, so that monitor.compare_steps "
+            f"no held-out document has more than {chunk_size + 1} tokens, so monitor.compare_steps "
             "has nothing to read; "
             "give longer ones."
         )

@@ -1,4 +1,4 @@
-"""Parameter groups: conv and P have their own rates, decays and warm-up beside the other parameters."""
+"""Makes the optimizer's parameter groups. Conv and P have rates, decays and a warm-up of their own."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def split_off(model: nn.Module) -> tuple[dict[str, list[nn.Parameter]], dict[str
         model: a converted model.
 
     Returns:
-        The groups `conv` and `proj` (P and a gate of writes), and name -> parameter of the other trained
-        ones.
+        The groups `conv` and `proj` (P and a gate of writes), and the other trained parameters by
+        name.
 
     Raises:
         InPlaceTTTError: if a layer's target generator is frozen.
@@ -56,12 +56,12 @@ def split_off(model: nn.Module) -> tuple[dict[str, list[nn.Parameter]], dict[str
     ttt: dict[str, list[nn.Parameter]] = {"conv": [], "proj": []}
     for index, layer in fast_weights(model).items():
         for name, parameter in layer.ttt.named_parameters():
-            if parameter.requires_grad:  # under PEFT the trained copy is one of two
+            if parameter.requires_grad:  # PEFT keeps two copies and trains one
                 ttt["conv" if name.rpartition(".")[2] == "conv" else "proj"].append(parameter)
         own = [*layer.ttt.parameters()]
         if own and not any(p.requires_grad for p in own):
             raise InPlaceTTTError(
-                f"layer {index}'s conv and P are frozen, so that nothing would learn to write; unfreeze "
+                f"layer {index}'s conv and P are frozen, so nothing would learn to write; unfreeze "
                 "its ttt module."
             )
     special = {id(p) for group in ttt.values() for p in group}
@@ -69,14 +69,14 @@ def split_off(model: nn.Module) -> tuple[dict[str, list[nn.Parameter]], dict[str
 
 
 def refuse_without_effect(ttt: dict[str, list[nn.Parameter]], **settings: float | None) -> None:
-    """Refuses a setting of a group without parameters in this model.
+    """Refuses a setting whose parameter group is empty in this model.
 
     Args:
         ttt: groups from `split_off`.
         settings: settings whose names begin with their group's; None if not given.
 
     Raises:
-        InPlaceTTTError: with the setting's name.
+        InPlaceTTTError: if there is such a setting; the message has its name.
     """
     for name, value in settings.items():
         group = name.partition("_")[0]
@@ -96,7 +96,7 @@ def group_settings(settings: Training, group: str) -> tuple[float, float]:
 
 
 def dimensions(parameter: nn.Parameter) -> int:
-    """Returns the dimensions of the whole parameter, of which ZeRO-3 keeps only a flat part."""
+    """Returns the number of dimensions of the whole parameter; ZeRO-3 itself keeps only a flat part."""
     return len(getattr(parameter, "ds_shape", parameter.shape))
 
 

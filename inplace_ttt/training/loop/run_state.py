@@ -1,13 +1,13 @@
-"""The state of a run, as its output holds it.
+"""The state of a run, read from its output folder.
 
 The state shows which checkpoints are complete, where to resume, and whether the run is finished. It stays
 consistent whenever the run is killed:
 
-- A file `.inplace-ttt-run` marks the folder as a run's own. Without it, no file there belongs to a run,
-  whatever its name.
+- A file `.inplace-ttt-run` marks the folder as a run's own. Without this mark, no file in the folder
+  counts as a run's, whatever its name.
 - A checkpoint is saved under `.saving/` and gets its name once it is complete. Its file `complete` lists
   every file with its size, the recipe, and the settings that were changed.
-- A file `.from-scratch` marks all checkpoints beside it as given up; they are still to be removed.
+- A file `.from-scratch` marks all checkpoints in the folder as given up, until the run has removed them.
 - A run is finished once `train_report.json` reports all steps. It is written after `final/`.
 """
 
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 REPORT, FINAL, LOG, SAVING = "train_report.json", "final", "log.jsonl", ".saving"
 _COMPLETE, _GIVEN_UP, _SHOWN, _MARK = "complete", ".from-scratch", ".process-", ".inplace-ttt-run"
 _NAMES = (REPORT, LOG, "audit.html", "audit.json", "audit.md", "diagnose", "tensorboard")
-"""Other files and folders of a run's output, beside checkpoints and `final`."""
+"""Other files and folders of a run's output, besides checkpoints and `final`."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ class Start:
 
     Attributes:
         place: the lowest rank that sees this process's output.
-        leads: this process has that rank, and manages the files there.
-        one_disk: all processes see the same output.
+        leads: True if this process has that rank. It then manages the files of the output.
+        one_disk: True if all processes see the same output.
         checkpoint: the checkpoint to resume from, or None.
         done: steps of that checkpoint.
         report: the report if the run is finished, else None.
@@ -87,14 +87,14 @@ class Start:
 
 @contextmanager
 def held(recipe: Recipe, resume: bool) -> Iterator[None]:
-    """Holds the output for one run. The lock ends with this process.
+    """Locks the output for one run. The lock ends with this process.
 
     Args:
         recipe: the run's recipe.
         resume: the run may resume, so its checkpoints may stay.
 
     Raises:
-        InPlaceTTTError: if another run holds the output, or this run would replace files that no run wrote.
+        InPlaceTTTError: if another run holds the lock, or this run would replace files that no run wrote.
     """
     output = Path(recipe.output)
     if not (resume and finished(recipe)):
@@ -118,7 +118,7 @@ def refuse_others(recipe: Recipe, done: int) -> None:
         done: steps of the checkpoint to resume from; later checkpoints are written again.
 
     Raises:
-        InPlaceTTTError: with the path in the way.
+        InPlaceTTTError: if there is such a file; the message has its path.
     """
     output = Path(recipe.output)
     model = recipe.model
@@ -127,7 +127,7 @@ def refuse_others(recipe: Recipe, done: int) -> None:
     for source in filter(os.path.lexists, filter(None, read)):
         if Path(os.path.realpath(output)).is_relative_to(os.path.realpath(source)):
             raise InPlaceTTTError(
-                f"the run's output {output} is {source}, which it reads, or lies in it; choose another "
+                f"the run's output {output} is or lies in {source}, which the run reads; choose another "
                 "output."
             )
         for folder in (output / FINAL, *_named(output).values()):  # the run removes older checkpoints
@@ -187,7 +187,7 @@ def finished(recipe: Recipe) -> dict[str, Any] | None:
 def agree(recipe: Recipe, meeting: Meeting, resume: bool) -> Start:
     """Finds the newest checkpoint that is complete on every disk of the run.
 
-    It changes no file. `settle` does, once nothing can be refused any more. All processes must call it.
+    It changes no file; `settle` does, once nothing can be refused anymore. All processes must call it.
 
     Args:
         recipe: the run's recipe.
@@ -228,12 +228,12 @@ def agree(recipe: Recipe, meeting: Meeting, resume: bool) -> Start:
 
 
 def settle(start: Start, output: Path, from_scratch: bool) -> None:
-    """Removes the parts of an earlier run that do not belong to the start of this one.
+    """Removes the files of an earlier run that this run does not continue from.
 
     Complete checkpoints up to `start.done` stay, and the log's lines up to that step.
 
     Args:
-        start: as agreed.
+        start: the start that the processes agreed on.
         output: the run's output.
         from_scratch: remove all checkpoints.
     """
@@ -269,7 +269,7 @@ def files_in(folder: Path) -> dict[str, int]:
 
 
 def mark_complete(folder: Path, saved: Saved) -> None:
-    """Writes the file `complete`. The checkpoint counts once it also has its name."""
+    """Writes the file `complete`. The checkpoint counts once it also has its final name."""
     (folder / _COMPLETE).write_text(json.dumps(asdict(saved), indent=1) + "\n", encoding="utf-8")
 
 
@@ -283,7 +283,7 @@ def made_by(start: Start, facts: dict[str, Any]) -> Saved:
     """Returns the contents of `complete` for the run's checkpoints, without their files.
 
     Args:
-        start: as agreed.
+        start: the start that the processes agreed on.
         facts: settings, weights and data of the run (`changes.facts_of`).
 
     Raises:
@@ -320,7 +320,7 @@ def fault(folder: Path, readers: Sequence[int] = ()) -> str | None:
             return f"{name} has {here[name]:,} bytes instead of {size:,}"
     if saved.ranks and not set(readers) <= set(saved.ranks):
         return (
-            f"processes {saved.ranks} saved it and {list(readers)} would read it: give each "
+            f"processes {saved.ranks} saved it, but {list(readers)} would read it: give each "
             "node the rank it had"
         )
     return None
@@ -377,7 +377,7 @@ def _newest(output: Path, leaders: dict[int, dict[str, Any]], says: bool) -> int
     if known and not usable:
         newest = max(known)
         raise InPlaceTTTError(
-            f"{_folder(output, newest)} is not whole, nor is any other checkpoint: {lacking[newest]}; "
+            f"{_folder(output, newest)} is not complete, nor is any other checkpoint: {lacking[newest]}; "
             "bring it back, or start "
             "anew with --from-scratch."
         )
@@ -386,7 +386,7 @@ def _newest(output: Path, leaders: dict[int, dict[str, Any]], says: bool) -> int
     step = max(usable)
     for broken in sorted(other for other in lacking if other > step and says):
         logger.warning(
-            "%s is not whole: %s; the run goes on from %s",
+            "%s is not complete: %s; the run continues from %s",
             _folder(output, broken),
             lacking[broken],
             _folder(output, step),
@@ -402,7 +402,7 @@ def _who_lacks(leaders: dict[int, dict[str, Any]], step: int) -> str:
 
 def _too_far(where: str, steps: int, recipe: Recipe) -> InPlaceTTTError:
     return InPlaceTTTError(
-        f"{where} has run {steps} steps already, and the recipe asks for {recipe.steps}; raise "
+        f"{where} has run {steps} steps already, but the recipe asks for {recipe.steps}; raise "
         "training.steps, name another output, or "
         "start anew with --from-scratch."
     )

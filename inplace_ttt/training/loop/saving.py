@@ -1,4 +1,4 @@
-"""Saving: into a temporary folder first, which gets its name once it is complete.
+"""Saves into a temporary folder, which gets its final name once it is complete.
 
 A trial before the first step finds models that cannot be saved.
 """
@@ -50,14 +50,14 @@ class TrialSave(TrainerCallback):
 
 @contextmanager
 def saving(folder: Path, remedy: str) -> Iterator[None]:
-    """Turns errors of a writer, from the disk or from data that it refuses, into one sentence.
+    """Turns a writer's errors into one sentence: those of the disk, and those about data that it refuses.
 
     Args:
         folder: the folder that is saved, for the message.
         remedy: end of the message.
 
     Raises:
-        InPlaceTTTError: for such an error.
+        InPlaceTTTError: if writing fails.
     """
     try:
         yield
@@ -74,10 +74,12 @@ def install(staging: Path, target: Path, kind: str) -> None:
 
 
 def keep_newest(output: Path, count: int) -> None:
-    """Removes the run's checkpoints but the newest `count`.
+    """Removes the run's checkpoints except the newest `count`.
 
     Only files that the run wrote are removed; a warning names others.
     """
     for folder in complete_checkpoints(output)[:-count]:
         if (left := remove_written(folder)) is not None:
-            logger.warning("%s is not removed whole: it holds %s, which this run did not write", folder, left)
+            logger.warning(
+                "%s is not removed completely: it holds %s, which this run did not write", folder, left
+            )

@@ -25,7 +25,7 @@ class Clock:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Within it the clock stands still. Waits first for the work that the device was given before."""
+        """Stops the clock inside the block, after waiting for the work that the device has queued."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         seconds = self.read()

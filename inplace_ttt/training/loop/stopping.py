@@ -1,4 +1,4 @@
-"""Stopping a process of a run: with a checkpoint after a signal, and together with its launcher."""
+"""Stops a process of a run: with a checkpoint after a signal, or when its launcher is gone."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from transformers import TrainerCallback
 LAUNCHER = "INPLACE_TTT_LAUNCHER"
 """Environment variable: the process id of `inplace-ttt train`.
 
-That process holds the output and ends with its children.
+That process has locked the output, and ends together with its children.
 """
 REFUSAL = "INPLACE_TTT_REFUSAL"
-"""Environment variable: a file of `inplace-ttt train`.
+"""Environment variable: the path of a file that `inplace-ttt train` has made.
 
 A process writes the reason of a refusal there instead of printing it.
 """
@@ -33,7 +33,7 @@ _POLL = 0.5
 _LAUNCHERS = (LAUNCHER, "TORCHELASTIC_RUN_ID", "CROSS_RANK")
 """Variables that `inplace-ttt train`, torchrun and DeepSpeed's launcher set for their children.
 
-These launchers watch over their children; a shell that starts a process by hand may exit before it.
+These launchers watch over their children. A shell from which a process was started by hand may exit first.
 """
 
 
@@ -56,7 +56,7 @@ def end_with_launcher() -> None:
 
 @contextmanager
 def on_signals(action: Callable[[], None]) -> Iterator[None]:
-    """Within it each of `SIGNALS` calls `action`.
+    """Makes each of `SIGNALS` call `action` inside the block.
 
     A signal that is ignored, as under nohup, stays ignored. Outside the main thread nothing is caught.
     """
@@ -77,7 +77,7 @@ class Stopping(TrainerCallback):
 
     All processes must stop after the same step, or the others would wait forever in a collective. So the
     trainer sums `asked` over all processes together with the loss, and sets `agreed`. transformers has
-    `enable_jit_checkpoint`, but its processes stop whenever their own timers find the signal.
+    `enable_jit_checkpoint`, but there each process stops when its own timer finds the signal.
 
     Attributes:
         every: a run can resume only after a multiple of this number of steps.
@@ -91,7 +91,7 @@ class Stopping(TrainerCallback):
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Within it the signals are noted; outside they end the process."""
+        """Records the signals inside the block; outside it, they end the process."""
         with on_signals(lambda: setattr(self, "asked", True)):
             yield
 

@@ -39,18 +39,18 @@ from .saving import install, keep_newest, saving
 from .speed import Clock
 from .stopping import Stopping
 
-_FROM_LAST = "free some space, and resume from the last complete one"
+_FROM_LAST = "free some space, and resume from the last complete checkpoint"
 
 
 class FastWeightTrainer(Trainer):
     """Trains a converted model by a recipe.
 
-    Rows come in the order of the dataset, which starts at the first row of a resumed run.
+    It reads rows in the dataset's order. For a resumed run, the dataset starts at the next row to train on.
 
     Args:
         recipe: the run's recipe.
-        start: as all processes have agreed.
-        made_by: contents of every checkpoint's file `complete`, without its files.
+        start: the start that all processes have agreed on.
+        made_by: contents of every checkpoint's file `complete`, without the list of files.
         clock: paused while the run evaluates or saves.
         stopping: receives signals, and the agreement to stop.
         kwargs: arguments of the Trainer.
@@ -100,7 +100,7 @@ class FastWeightTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Loads the checkpoint's moments and its place in the schedule.
 
-        Rates, decays and betas come from the recipe as it is now.
+        Rates, decays and betas come from the current recipe.
         """
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
@@ -126,9 +126,9 @@ class FastWeightTrainer(Trainer):
         return place
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """Makes no step if all are made.
+        """Makes no step if all steps are done.
 
-        This happens if a run was ended between its last checkpoint and `final`.
+        They are if a run was ended between its last checkpoint and `final`.
         """
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
@@ -141,7 +141,7 @@ class FastWeightTrainer(Trainer):
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Restores the random generators with the first batch of a resumed run.
 
-        Opening the loader has drawn from them.
+        Opening the loader has changed their state.
         """
         samples = super().get_batch_samples(*args, **kwargs)
         if self.resumes_from is not None:
@@ -188,8 +188,8 @@ class FastWeightTrainer(Trainer):
 
         DeepSpeed divides the sum of gradients by a number of ranks, so each rank's part of the loss is
         multiplied by that number. For ranks that share rows, the Trainer itself would gather the losses
-        through autograd. That returns a rank's gradient once per sharing rank: the norm becomes
-        `sequence_parallel_size` times too large wherever DeepSpeed divides by less.
+        through autograd. That returns a rank's gradient once per sharing rank. The norm would
+        be `sequence_parallel_size` times too large wherever DeepSpeed counts the ranks of one row once.
 
         Raises:
             NotSoError: if the loss is not finite on some rank.
@@ -208,7 +208,7 @@ class FastWeightTrainer(Trainer):
     def _divided_by(self) -> int:
         """The number that DeepSpeed divides the sum of all ranks' gradients by.
 
-        The ranks of one row count once, except if ZeRO-3 scatters gradients.
+        Ranks that share a row count once, except if ZeRO-3 scatters gradients.
         """
         zero = self.recipe.deepspeed_settings.get("zero_optimization", {})
         scatters = zero.get("stage") == 3 and zero.get("reduce_scatter", True)
@@ -231,7 +231,7 @@ class FastWeightTrainer(Trainer):
                 else "nothing is trained yet, so look for damaged weights or bad rows, or lower eta"
             )
             raise NotSoError(
-                f"the loss is not finite at step {step}; the weights are as before it, and the last "
+                f"the loss is not finite at step {step}; the weights are as before that step, and the last "
                 f"checkpoint is {last or 'none'}: {remedy}."
             )
 
@@ -281,9 +281,9 @@ class FastWeightTrainer(Trainer):
         )
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Saves as the Trainer does, but a tied weight once.
+        """Saves as the Trainer does, but stores a tied weight only once.
 
-        DeepSpeed passes one copy for each of its names.
+        DeepSpeed passes a copy under each of the weight's names.
         """
         tied = getattr(self.model, "all_tied_weights_keys", None) or {}
         if state_dict is not None:
@@ -357,7 +357,7 @@ class FastWeightTrainer(Trainer):
             config.use_cache = True
         if self.args.should_save:
             shutil.rmtree(staging, ignore_errors=True)
-        with saving(final, "free some space, and run again to go on from the last checkpoint"):
+        with saving(final, "free some space, and run again to continue from the last checkpoint"):
             self.save_model(str(staging))
         if self.args.should_save:
             (staging / "training_args.bin").unlink(missing_ok=True)

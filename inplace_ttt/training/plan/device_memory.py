@@ -96,7 +96,7 @@ def deepspeed_memory(recipe: Recipe, model: ModelSize, step: StepCost, evaluatio
         recipe: the run's recipe.
         model: sizes of the model.
         step: cost of one micro-step.
-        evaluation: bytes of one batch of held-out rows beside the weights; 0 if nothing is held out.
+        evaluation: bytes that one batch of held-out rows adds to the weights; 0 if nothing is held out.
     """
     settings: Mapping[str, Any] = recipe.deepspeed_settings.get("zero_optimization", {})
     stage, ranks = recipe.zero_stage, recipe.parallel.world
@@ -177,7 +177,7 @@ def single_process_memory(model: ModelSize, step: StepCost, size: int, evaluatio
         model: sizes of the model.
         step: cost of one micro-step.
         size: bytes per element of weights, gradients and moments.
-        evaluation: bytes of one batch of held-out rows beside the weights.
+        evaluation: bytes that one batch of held-out rows adds to the weights.
     """
     parameters, gradients = size * model.parameters + model.buffers, size * model.trained
     activations = max(step.step - gradients, 2 * size * model.largest)
@@ -207,7 +207,7 @@ def checkpoint_bytes(recipe: Recipe, model: ModelSize) -> tuple[int, int]:
 
 
 def _shared_rows(recipe: Recipe, model: ModelSize, one_layer: bool) -> int:
-    """Returns the bytes of states with which ranks that share rows start, and of three more in the exchange.
+    """Returns the bytes of the starting states of ranks that share rows, and of three states for the scan.
 
     Args:
         recipe: the run's recipe.
@@ -221,7 +221,7 @@ def _shared_rows(recipe: Recipe, model: ModelSize, one_layer: bool) -> int:
 
 
 def communication(recipe: Recipe, model: ModelSize) -> dict[str, int]:
-    """Returns the bytes that one device sends per optimizer step. Rings send P - 1 of every P parts."""
+    """Returns the bytes that one device sends per optimizer step. A ring of P sends P - 1 of P parts."""
     o, ranks, shared = recipe.training, recipe.parallel.world, recipe.parallel.sequence_parallel_size
     stage, size = recipe.zero_stage, 4 if recipe.model.dtype == "float32" else 2
     forwards = 2 if o.gradient_checkpointing else 1

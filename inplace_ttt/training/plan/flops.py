@@ -27,17 +27,17 @@ _PEAKS = {
 }
 """Peak speed of devices, in 10¹² operations per second.
 
-It holds for dense products of bfloat16 with float32 sums. A key is a part of a device's name; the first that
-fits counts.
+The values are for dense bfloat16 products with float32 sums. A key is a part of a device's name; the first
+match counts.
 """
 
 
 def model_flops(recipe: Recipe, model: nn.Module) -> int:
     """Returns the operations of one device's micro-step, forward and backward, without recomputation.
 
-    The count does not depend on the way the model is computed. A linear map takes 2 operations per token and
-    weight, and as many for each gradient. Its input needs a gradient if something before it learns, its
-    weight if it learns. Each token counts the experts that are chosen for it. Routers are left out.
+    The count does not depend on the way the model is computed. A linear map needs 2 operations per token and
+    weight, and as many for each gradient. Its input needs a gradient if a parameter before it is trained. Its
+    weight needs one if it is trained. Of experts, only those chosen for a token count. Routers are left out.
 
     Args:
         recipe: the run's recipe.
@@ -66,7 +66,8 @@ def model_flops(recipe: Recipe, model: nn.Module) -> int:
 def _finding_targets(recipe: Recipe, model: nn.Module) -> int:
     """Returns the operations of finding targets with `target: gradient`, else 0.
 
-    They are one more forward, and the activations' backward from the loss to the lowest TTT layer.
+    Finding them takes one more forward, and a backward of the activations from the loss to the lowest TTT
+    layer.
     """
     if config_of(model).target != "gradient":
         return 0
@@ -137,7 +138,7 @@ def attention_flops(recipe: Recipe, text: PreTrainedConfig, passes: int) -> int:
 def fast_weight_flops(recipe: Recipe, model: nn.Module, again: int) -> int:
     """Returns the operations that TTT adds to the products of one device's micro-step.
 
-    These are the products of keys, writes, reads (beside W0) and P, forward and backward.
+    These are the products of keys, writes, reads of the state and P, forward and backward.
 
     Args:
         recipe: the run's recipe.

@@ -24,7 +24,7 @@ from .flops import tokens_of
 _PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1}
 """Matrix products, each with the position of its left factor among the arguments.
 
-torch's FlopCounterMode leaves out the products in place, which are a fifth of all.
+torch's FlopCounterMode leaves out in-place products, which are a fifth of all products.
 """
 
 
@@ -61,7 +61,7 @@ def step_cost(recipe: Recipe) -> StepCost:
 
 
 def evaluation_cost(recipe: Recipe) -> int:
-    """Returns the peak bytes beside the weights for a batch of held-out rows, measured on the meta device."""
+    """Returns the peak bytes, without weights, of a batch of held-out rows, measured on the meta device."""
     model = _on_meta(recipe).eval()
     meter = _Meter(model, model.config.get_text_config().vocab_size, tokens_of(recipe))
     with torch.device("meta"), meter:
@@ -73,7 +73,7 @@ def evaluation_cost(recipe: Recipe) -> int:
 def _on_meta(recipe: Recipe) -> PreTrainedModel:
     """Returns the recipe's model on the meta device.
 
-    Its attention and experts are replaced by others that hold the same tensors there as its own on a device.
+    Its attention and experts are replaced by versions that keep the same tensors as the real ones do.
     """
     model = meta_model(recipe)
     causal_lm(model).config.get_text_config()._experts_implementation = _EXPERTS
@@ -85,7 +85,7 @@ def _on_meta(recipe: Recipe) -> PreTrainedModel:
 def _inputs(recipe: Recipe) -> tuple[Tensor, Tensor]:
     """Returns the token ids [B, T] and mask of one device's micro-batch.
 
-    With packed rows sdpa keeps a mask of the whole row, also if ranks share it. Flash attention takes none.
+    With packed rows sdpa keeps a mask of the whole row, even if ranks share it. Flash attention needs none.
     """
     length = recipe.data.sequence_length // recipe.parallel.sequence_parallel_size
     ids = torch.zeros(recipe.training.batch_size, length, dtype=torch.long)
@@ -185,7 +185,7 @@ ExpertsInterface.register(_EXPERTS, _experts)
 
 
 class _Meter(TorchDispatchMode):
-    """Counts the live bytes from its creation on, and the operations of matrix products and solves."""
+    """Counts the live bytes since its creation, and the operations of matrix products and solves."""
 
     def __init__(self, model: nn.Module, vocabulary: int, tokens: int) -> None:
         super().__init__()

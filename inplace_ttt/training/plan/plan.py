@@ -247,13 +247,13 @@ def _will_not_fit(recipe: Recipe, memory: DeviceMemory, step: StepCost, availabl
     if memory.total > available:
         largest = max(memory.parts, key=lambda name: memory.parts[name])
         found.append(
-            f"A device needs {memory.total / _GB:.1f} GB and has {available / _GB:.1f}; the largest part "
+            f"A device needs {memory.total / _GB:.1f} GB but has {available / _GB:.1f}; the largest part "
             f"is {largest} with "
             f"{memory.parts[largest] / _GB:.1f} GB: {_remedy(recipe, largest, step)}."
         )
     if memory.evaluation > available:
         found.append(
-            f"A device needs {memory.evaluation / _GB:.1f} GB to read held-out rows and has "
+            f"A device needs {memory.evaluation / _GB:.1f} GB to read held-out rows but has "
             f"{available / _GB:.1f}; lower "
             "training.batch_size, or raise parallel.sequence_parallel_size."
         )

@@ -24,8 +24,8 @@ NO_EFFECT = (
     "deepspeed.checkpoint*",  # concerns reading and writing of checkpoints alone
     "data.processes",
     "data.cache",
-    "data.validation",  # if it removes a training document, DOCUMENTS changes
-    "monitor.*",  # it takes effect, but not on the weights
+    "data.validation",  # a document that it removes from training changes DOCUMENTS
+    "monitor.*",  # these take effect, but not on the weights
     "audit.*",
 )
 """Settings that leave the trained weights unchanged."""
@@ -81,8 +81,8 @@ _PASSING = (
 )
 """Keys of a model's config that are not compared.
 
-They record its source and its form, or repeat the section `ttt`. The `layer_types` of a converted model are
-only a note.
+They record its source and its form, or repeat the section `ttt`. The `layer_types` of a converted model
+have no effect.
 """
 
 _FORMER_DEFAULTS = {"data.text_field": "text"}
@@ -95,7 +95,7 @@ WEIGHTS = "model.path.sha256"
 """Key of the fingerprint of LoRA's base, whose weights are missing in the checkpoints."""
 
 Facts = dict[str, Any]
-"""Plain values of a recipe, flat by `section.key`, with the content that its names refer to."""
+"""Plain values of a recipe by `section.key`, with hashes of the files and models that it names."""
 
 
 def facts_of(recipe: Recipe, model: PreTrainedModel) -> Facts:
@@ -131,12 +131,12 @@ def changes(old: Facts, new: Facts, where: str) -> list[dict[str, Any]]:
     If `new` lacks the hash of the documents, or `old` that of the weights, it is not compared.
 
     Args:
-        old: facts of the start before.
+        old: facts of the previous start.
         new: facts of this start.
         where: the checkpoint that was made with `old`, for the error.
 
     Raises:
-        InPlaceTTTError: with the settings that differ and cannot change within a run.
+        InPlaceTTTError: if settings differ that cannot change within a run; the message has them.
     """
     old, new = {WEIGHTS: new.get(WEIGHTS), **old}, {DOCUMENTS: old.get(DOCUMENTS), **new}
     # the hash of a stream covers only its start
@@ -146,7 +146,7 @@ def changes(old: Facts, new: Facts, where: str) -> list[dict[str, Any]]:
     may = (*TAKES_EFFECT, *_RESHARDED) if resharded else TAKES_EFFECT
     if fixed := [change for change in different if not _matches(change["setting"], may)]:
         raise InPlaceTTTError(
-            f"{where} was trained with {_said(fixed)}: that cannot change within a run; put it back, name "
+            f"{where} was trained with {_said(fixed)}, which cannot change within a run; put it back, name "
             "another output, or start anew "
             "with --from-scratch."
         )
@@ -173,7 +173,7 @@ def refuse_other_results(old: Mapping[str, Any], recipe: Recipe, where: str) -> 
         where: the run's output, for the error.
 
     Raises:
-        InPlaceTTTError: with the settings that differ.
+        InPlaceTTTError: if settings differ; the message has them.
     """
     before, now = (dict(_flat(json.loads(json.dumps(values)))) for values in (old, recipe.to_dict()))
     length = ("training.steps", "training.tokens")  # the caller compares the number of steps

@@ -139,14 +139,14 @@ class Data:
         require(
             rows <= 1,
             "synthetic_facts",
-            f"and repeated_passages are {rows:g} of the rows together, which must be at most 1",
+            f"its fraction and that of repeated_passages add up to {rows:g}, which must be at most 1",
         )
         if self.repeated_passages is not None:
             least = 2 * self.repeated_passages.length + self.repeated_passages.gap
             require(
                 least <= self.sequence_length,
                 "repeated_passages",
-                f"takes {least} tokens, sequence_length is {self.sequence_length}",
+                f"takes {least} tokens, but sequence_length is {self.sequence_length}",
             )
         require(
             bool(self.train) or self.recall is not None,

@@ -70,7 +70,7 @@ def check_deepspeed(settings: Mapping[str, Any], own: Mapping[str, tuple[str, An
         require(
             given == "auto" or same,
             "deepspeed",
-            f"{name} is {shown(given)}, and {setting} makes it {shown(value)}; leave it out",
+            f"{name} is {shown(given)}, but {setting} sets it to {shown(value)}; leave it out",
         )
     try:
         with _silent():

@@ -71,7 +71,7 @@ class Recipe:
             require(
                 self.training.trainable == "lora",
                 "model",
-                "load_in holds the base's weights frozen and packed: set trainable: lora",
+                "load_in keeps the base's weights frozen and packed: set trainable: lora",
             )
             require(
                 stage <= 2,
@@ -81,7 +81,7 @@ class Recipe:
         require(
             self.data.sequence_length % shared == 0,
             "data",
-            f"sequence_length {self.data.sequence_length} does not divide by {shared} ranks",
+            f"sequence_length {self.data.sequence_length} is not divisible by {shared} ranks",
         )
         require(
             self.monitor.save_steps * self.training.gradient_accumulation_steps % shared == 0,
@@ -108,7 +108,7 @@ class Recipe:
         require(
             not universal or stage in (1, 2),
             "deepspeed",
-            "checkpoint.load_universal is exact under ZeRO 1 and 2 alone; continue with the number of "
+            "checkpoint.load_universal is exact only under ZeRO 1 and 2; continue with the number of "
             "processes that the run had",
         )
         if not isinstance(self.deepspeed, int):
@@ -148,7 +148,7 @@ class Recipe:
         return values
 
     def _of_deepspeed(self) -> dict[str, tuple[str, Any]]:
-        """Returns the DeepSpeed settings that the recipe fills in: its own name for each, and the value."""
+        """Maps each DeepSpeed setting that the recipe fills in to the recipe's name for it and the value."""
         o = self.training
         return {
             "train_micro_batch_size_per_gpu": ("training.batch_size", o.batch_size),
@@ -213,7 +213,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         The recipe, with its defaults.
 
     Raises:
-        InPlaceTTTError: if the file cannot be read, or a key or value is invalid; with its line and key.
+        InPlaceTTTError: if the file cannot be read, or a key or value is invalid (with its line and key).
 
     Examples:
         >>> import json

@@ -1,6 +1,6 @@
 """Starts a run's processes and ends with them.
 
-On one machine it starts them itself, on several through DeepSpeed's launcher or torchrun.
+On one machine it starts them itself. On several machines it uses DeepSpeed's launcher or torchrun.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _GRACE = 10.0
 
 
 def launch(recipe: Recipe, arguments: Sequence[str]) -> int:
-    """Runs `python -m inplace_ttt.training RECIPE …` in as many processes as the recipe asks for, to the end.
+    """Runs `python -m inplace_ttt.training RECIPE …` in as many processes as the recipe asks for.
 
     The children log to stderr. A signal to stop is passed on to them, and they end with a checkpoint. An
     interruption (Ctrl-C) ends them at once.
@@ -47,7 +47,7 @@ def launch(recipe: Recipe, arguments: Sequence[str]) -> int:
         The exit code of the run.
 
     Raises:
-        InPlaceTTTError: with the reason if the run was refused.
+        InPlaceTTTError: if the run was refused; the message is the reason.
     """
     check_packages(recipe)
     environment = dict(os.environ)
@@ -86,7 +86,7 @@ def _started(recipe: Recipe, arguments: Sequence[str], environment: Mapping[str,
 def one_node(processes: int, port: int) -> Iterator[dict[str, str]]:
     """Yields the environment variables of each process on this machine.
 
-    They hold its rank and the process to end with.
+    They hold its rank, and the id of the process with which it ends.
 
     Args:
         processes: number of processes.
@@ -98,7 +98,7 @@ def one_node(processes: int, port: int) -> Iterator[dict[str, str]]:
     devices = torch.cuda.device_count() if torch.cuda.is_available() else processes
     if processes > devices:
         raise InPlaceTTTError(
-            f"the recipe is for {processes} devices and this machine has {devices}; set "
+            f"the recipe is for {processes} devices, but this machine has {devices}; set "
             "parallel.nproc_per_node."
         )
     common = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"), str(processes))
@@ -245,7 +245,7 @@ def _warn_of_locked_builds() -> None:
     builds = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
     for lock in builds.glob("**/lock"):
         logger.warning(
-            "%s is the lock of a build; if nothing else compiles now, delete it, or this run waits for it "
+            "%s is the lock of a build; delete it if nothing else compiles now, or this run will wait for it "
             "without end.",
             lock,
         )

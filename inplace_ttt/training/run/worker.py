@@ -56,32 +56,32 @@ logger = logging.getLogger(__name__)
 
 
 def meet(recipe: Recipe) -> Meeting:
-    """Joins the other processes of the run, by the environment that a launcher sets.
+    """Joins the other processes of the run, through the environment variables that a launcher sets.
 
     Args:
         recipe: the run's recipe.
 
     Raises:
-        InPlaceTTTError: without such an environment, or with another number of processes than in the recipe.
+        InPlaceTTTError: if the variables are missing, or the number of processes differs from the recipe's.
     """
     if "RANK" not in os.environ:
         slurm = "; srun alone does not set RANK: let it start inplace-ttt train, once per node"
         raise InPlaceTTTError(
-            "this is one process of a run; start them with `inplace-ttt train`, torchrun, or DeepSpeed's "
-            "launcher"
+            "this is one process of a run; start all of them with `inplace-ttt train`, torchrun, or "
+            "DeepSpeed's launcher"
             f"{slurm * ('SLURM_PROCID' in os.environ)} (docs/launch.md)."
         )
     world = int(os.environ["WORLD_SIZE"])
     if world != recipe.parallel.world:
         raise InPlaceTTTError(
-            f"the recipe is for {recipe.parallel.world} processes and {world} run; set "
+            f"the recipe is for {recipe.parallel.world} processes, but {world} run; set "
             "parallel.nproc_per_node, or --num-processes."
         )
     return Meeting.by_environment()
 
 
 def run(recipe: Recipe, meeting: Meeting, *, resume: bool = True, audit: bool = True) -> dict[str, Any]:
-    """Trains by the recipe in this process, one of those that meet.
+    """Trains by the recipe in this process, together with the other processes of `meeting`.
 
     A signal of `stopping.SIGNALS` during training saves a checkpoint and ends the process (SystemExit with
     `STOPPED`).
@@ -100,7 +100,7 @@ def run(recipe: Recipe, meeting: Meeting, *, resume: bool = True, audit: bool = 
         NotSoError: if the audit or a guard stops the run.
     """
     output = Path(recipe.output)
-    holds = meeting.rank == 0 and LAUNCHER not in os.environ  # otherwise our launcher holds it
+    holds = meeting.rank == 0 and LAUNCHER not in os.environ  # otherwise our launcher has locked it
     with held(recipe, resume) if holds else nullcontext():
         check_packages(recipe)
         start = agree(recipe, meeting, resume)
@@ -116,7 +116,7 @@ def _train(ready: Prepared, recipe: Recipe) -> dict[str, Any]:
     with trainer.stopping.noted():
         result = trainer.train(resume_from_checkpoint=str(start.checkpoint) if start.checkpoint else None)
     state = trainer.state
-    # `asked` alone: the signal came after the ranks' last agreement, when all steps are made and saved
+    # only `asked` is set if the signal came after the ranks' last agreement; all steps are then saved
     if trainer.stopping.stopped or trainer.stopping.asked:
         logger.warning(
             "stopped after step %d of %d, as asked; the same command goes on from there",
@@ -175,7 +175,7 @@ def prepare(recipe: Recipe, meeting: Meeting, start: Start, resume: bool, audit:
     Args:
         recipe: the run's recipe.
         meeting: the run's processes.
-        start: as all processes have agreed.
+        start: the start that all processes have agreed on.
         resume: the run may resume.
         audit: audit the run if it is new or changed.
 
@@ -295,7 +295,7 @@ def callbacks(speed: Speed, model: Any, rows: Any, warnings: list[str], main: bo
     """Returns the callbacks of the run.
 
     Args:
-        speed: of the run.
+        speed: the run's speed.
         model: the model to train.
         rows: source of the documents that are diagnosed and compared.
         warnings: list that warnings are appended to.
