@@ -10,7 +10,7 @@ TORCH := torch==2.13.0
 # Two test processes with one thread each use two cores better than one process with two.
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
-.PHONY: demo test test-all test-serving test-clients package lint docs bench model text transformers-tests clean
+.PHONY: demo test test-all test-serving test-clients test-web package lint docs bench model text transformers-tests clean
 
 .venv/installed: pyproject.toml
 	test -d .venv || $(PYTHON) -m venv .venv
@@ -80,6 +80,19 @@ AFTER_llamafactory := pip install --quiet 'transformers>=5.16,<5.20' && pip unin
 test-clients: $(CLIENTS:%=.venv-clients/%/installed)
 	for client in $(CLIENTS); do $(TEST_ENV) .venv-clients/$$client/bin/python -m pytest tests/clients/test_$$client.py || exit 1; done
 
+# The page of chat --web, in a headless Chromium.
+WEB := .venv-web/bin
+
+.venv-web/installed: pyproject.toml
+	test -d .venv-web || $(PYTHON) -m venv .venv-web
+	$(WEB)/pip install --quiet $(TORCH)
+	$(WEB)/pip install --quiet --editable ".[web]" playwright pytest pytest-timeout
+	touch $@
+
+test-web: .venv-web/installed
+	@command -v chromium > /dev/null || { echo "make test-web needs Debian's chromium: apt-get install chromium"; exit 1; }
+	$(TEST_ENV) $(WEB)/python -m pytest tests/web
+
 # The wheel and the source distribution, as they would be uploaded, tried by pip and by uv outside the repository.
 package: .venv/installed-dev model text
 	rm -rf dist
@@ -102,4 +115,4 @@ bench: model text
 	$(VENV)/python tools/bench/bench_model.py --model $(MODEL)
 
 clean:
-	rm -rf .venv .venv-serving .venv-clients .cache build dist site *.egg-info
+	rm -rf .venv .venv-serving .venv-clients .venv-web .cache build dist site *.egg-info

@@ -16,6 +16,7 @@ OPTIONAL = (
     "datasets",
     "deepspeed",
     "gguf",
+    "gradio",
     "lm_eval",
     "matplotlib",
     "peft",
@@ -27,7 +28,7 @@ OPTIONAL = (
 OF_OTHERS = ("inplace_ttt.kernels", "inplace_ttt.serving.", "inplace_ttt.clients.")
 """For Triton, vLLM and other training stacks alone, which they import."""
 BESIDE = {
-    "chat": {"rich"},  # of typer, which transformers needs
+    "chat": {"rich", "markdown_it"},  # of typer, which transformers needs
     "kernels": {"triton"},
     "serving": {"vllm", "fastapi", "starlette", "uvloop"},
     "clients": {"axolotl", "llamafactory", "lm_eval", "nemo_automodel", "pydantic", "swift"},

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from .. import __version__
-from ..errors import TRACEBACK, InPlaceTTTError, one_line, refused_by_system
+from ..errors import TRACEBACK, InPlaceTTTError
 from ..files.json_files import json_text
 from . import messages
 
@@ -26,7 +26,7 @@ VERBS = {
     "convert": "give a checkpoint fast weights",
     "info": "print the settings and sizes of a converted checkpoint",
     "generate": "read a text, write it into the fast weights, continue it",
-    "chat": "talk with a converted model that remembers, in a terminal or through a pipe",
+    "chat": "talk with a converted model that remembers, in a terminal, in a browser or through a pipe",
     "serve": "serve many users with vLLM, each with named memories",
     "audit": "compare a checkpoint or a recipe with the paper, item by item",
     "diagnose": "measure gradients and writes on a text, and report problems",
@@ -90,20 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 141
     except Exception as error:  # an input error that was not detected where the input was read
         _trace()
-        # compare the name, because torch's error class would need an import
-        if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-            return refuse(
-                f"this machine does not have enough memory ({one_line(error)}); use a smaller model, "
-                "text or batch.",
-                2,
-            )
-        if isinstance(error, OSError) and (reason := refused_by_system(error)) is not None:
-            return refuse(reason, 2)
-        return refuse(
-            f"unexpected {type(error).__name__}: {one_line(error)}; set {TRACEBACK}=1 to see where, and "
-            "please report it.",
-            2,
-        )
+        return refuse(messages.sentence_of(error), 2)
 
 
 def _trace() -> None:

@@ -15,6 +15,8 @@ from io import TextIOWrapper
 from logging.handlers import MemoryHandler
 from typing import TextIO
 
+from ..errors import TRACEBACK, one_line, refused_by_system
+
 
 class _Waiting(MemoryHandler):
     """Holds the log records of all libraries until `say_now` or the end; an error drops them."""
@@ -92,6 +94,28 @@ def warn(message: str) -> None:
     logging.getLogger("inplace_ttt").warning("warning: %s", message)
 
 
+class _Hearing(logging.Handler):
+    """Collects the messages of log records."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+@contextmanager
+def heard() -> Iterator[list[str]]:
+    """Yields a list that collects this package's warnings inside the block. They are printed too."""
+    handler, logger = _Hearing(), logging.getLogger("inplace_ttt")
+    logger.addHandler(handler)
+    try:
+        yield handler.messages
+    finally:
+        logger.removeHandler(handler)
+
+
 def say(text: str, stream: TextIO | None) -> None:
     """Prints a line; characters that the stream cannot encode are escaped.
 
@@ -102,6 +126,22 @@ def say(text: str, stream: TextIO | None) -> None:
         encoding = getattr(stream, "encoding", None) or "utf-8"
         stream.write(f"{text.encode(encoding, 'backslashreplace').decode(encoding)}\n")
         stream.flush()
+
+
+def sentence_of(error: Exception) -> str:
+    """Returns one sentence about an error that was not detected where the input was read."""
+    # the name, because torch's error would need an import
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return (
+            f"this machine does not have enough memory ({one_line(error)}); use a smaller model, text or "
+            "batch."
+        )
+    if isinstance(error, OSError) and (reason := refused_by_system(error)) is not None:
+        return reason
+    return (
+        f"unexpected {type(error).__name__}: {one_line(error)}; set {TRACEBACK}=1 to see where, and please "
+        "report it."
+    )
 
 
 def refuse(arguments: Sequence[str], verb: str | None, message: str, code: int) -> int:

@@ -415,12 +415,20 @@ def test_a_refused_command_is_one_sentence_and_the_chat_goes_on(
         (("ttt", "--system", " "), "--system is empty"),
         (("ttt", "--max-new-tokens", "0"), "--max-new-tokens must be at least 1"),
         (("base",), "not a converted checkpoint"),
+        (("ttt", "--port", "7860"), "--port is for the page; give --web too"),
+        (("ttt", "--sessions", "kept"), "--sessions is for the page; give --web too"),
+        (("ttt", "--web", "--session", "s"), "--session is for the terminal"),
+        (("ttt", "--web", "--read", "book.txt"), "--read is for the terminal"),
+        (("http://127.0.0.1:1", "--web"), "--web needs a model on this machine, not a server"),
+        (("ttt", "--web", "--ttt", "off"), "--ttt off is for the terminal"),
+        (("ttt", "--web"), "needs Gradio, which is not installed; in a checkout of inplace-ttt, pip install"),
     ],
 )
 def test_what_is_refused_before_the_chat(
     words: tuple[str, ...], sentence: str, world: Path, chats: Chats, monkeypatch: Any
 ) -> None:
     monkeypatch.chdir(world)
+    monkeypatch.setitem(sys.modules, "gradio", None)  # as if it was not installed
     out, err = chats.run(*words, lines=("hello",), code=2)
     assert out == "" and err.startswith("inplace-ttt chat: ") and err.count("\n") == 1 and sentence in err
 

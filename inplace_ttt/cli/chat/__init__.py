@@ -2,12 +2,16 @@
 
 `turns` renders the text of each turn. `conversation` passes it to a session, and `server` to a running
 server. `commands` runs the loop over the lines, and `terminal` reads and prints them.
+
+With --web, `named` keeps sessions by name, and `transcript` their record. `web` serves the page, and `look`
+holds its style.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
 from typing import Any
 
 from ...session import file as session_file
@@ -23,10 +27,15 @@ from .turns import Place, Turns
 
 
 def run(args: argparse.Namespace) -> Result:
+    if args.web:
+        from .web import prepare, serve
+
+        prepare(args)
+        return serve(args, _opener(args))
     if args.session:
         session_file.refuse_to_replace(args.session)
     texts = [(file, text_of(file)) for file in args.read]
-    conversation = _on_server(args) if is_address(args.path) else _here(args)
+    conversation = _on_server(args) if is_address(args.path) else _opener(args)(args.session)
     conversation.switch(args.ttt == "on")
     say_now()
     chat = Chat(conversation, None if args.json else args.stdout)
@@ -43,22 +52,29 @@ def _on_server(args: argparse.Namespace) -> ServerConversation:
     return ServerConversation(args.path, key, args.memory, args.system, args.max_new_tokens, args.temperature)
 
 
-def _here(args: argparse.Namespace) -> Conversation:
-    """Returns a conversation in this process, and warns about its limits."""
+def _opener(args: argparse.Namespace) -> Callable[[str | None], Conversation]:
+    """Loads the model, and returns a function that opens a conversation on it.
+
+    The function takes a session file, which need not exist, or None.
+    """
     model, tokenizer = load_with_tokenizer(args.path, args.base, args.dtype)
     refuse_not_finite(model, args.path)
     turns = Turns(tokenizer, args.system, args.path)
-    given = (model, turns, args.path, args.max_new_tokens, args.temperature)
-    if args.session and os.path.lexists(args.session):
-        conversation = Conversation.loaded(args.session, *given)
-    else:
-        conversation = Conversation(*given)
-        conversation.file = args.session
     if turns.is_plain:
         warn(f"{args.path} lacks a chat template; each turn is a line that begins with User: or Assistant:")
-    if args.system and conversation.place is not Place.START:
-        warn(f"{args.session} already holds a conversation; --system takes effect after /drop or /forget")
-    return conversation
+    given = (model, turns, args.path, args.max_new_tokens, args.temperature)
+
+    def opened(file: str | None) -> Conversation:
+        if file and os.path.lexists(file):
+            conversation = Conversation.loaded(file, *given)
+        else:
+            conversation = Conversation(*given)
+            conversation.file = file
+        if args.system and conversation.place is not Place.START:
+            warn(f"{file} already holds a conversation; --system takes effect after /drop or /forget")
+        return conversation
+
+    return opened
 
 
 def render(result: dict[str, Any]) -> None:

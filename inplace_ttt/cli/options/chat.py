@@ -10,10 +10,14 @@ from ..arguments import MOST_TOKENS, add_base, add_dtype, add_temperature, path,
 API_KEY = "VLLM_API_KEY"
 """Environment variable that holds a server's key, as vLLM names it."""
 
+PORT, SESSIONS = 7860, "sessions"
+"""Defaults of --port and --sessions."""
+
 EXAMPLES = """examples:
   inplace-ttt chat ./smollm2-ttt
   inplace-ttt chat ./smollm2-ttt --session ada.session --read book.txt notes.txt
   inplace-ttt chat ./smollm2-ttt --session ada.session --system "Answer in one sentence."
+  inplace-ttt chat ./smollm2-ttt --web --sessions memories
   inplace-ttt chat http://localhost:8000 --memory book --read book.txt
   printf '/read book.txt\\nWhat happened to the whale?\\n' | inplace-ttt chat ./smollm2-ttt
 
@@ -56,6 +60,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--api-key", metavar="KEY", help=f"with a server: the key of its user (default: ${API_KEY}, if set)"
     )
+    parser.add_argument(
+        "--web", action="store_true", help="serve the chat as a page in the browser, on this machine alone"
+    )
+    parser.add_argument(
+        "--port", type=whole(1, 65535), metavar="PORT", help=f"with --web: port of the page (default: {PORT})"
+    )
+    parser.add_argument(
+        "--sessions",
+        type=path,
+        metavar="DIR",
+        help=f"with --web: folder of the sessions, saved there after each turn (default: {SESSIONS})",
+    )
     add_base(parser)
     add_dtype(parser)
     parser.set_defaults(check=check)
@@ -80,3 +96,14 @@ def check(args: argparse.Namespace) -> None:
         raise InPlaceTTTError(f"{option} does nothing {where}; leave it out.")
     if server and args.read and args.memory is None:
         raise InPlaceTTTError("--read needs --memory NAME with a server, to write into; name one.")
+    for option, value in (("--port", args.port), ("--sessions", args.sessions)):
+        if value is not None and not args.web:
+            raise InPlaceTTTError(f"{option} is for the page; give --web too, or leave it out.")
+    if args.web and server:
+        raise InPlaceTTTError("--web needs a model on this machine, not a server; name its folder.")
+    if args.web and args.session is not None:
+        raise InPlaceTTTError("--session is for the terminal; with --web, --sessions names a folder of them.")
+    if args.web and args.read:
+        raise InPlaceTTTError("--read is for the terminal; with --web, drop files onto the page.")
+    if args.web and args.ttt == "off":
+        raise InPlaceTTTError("--ttt off is for the terminal; the page of --web has a switch.")
