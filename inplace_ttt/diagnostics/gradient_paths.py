@@ -182,7 +182,7 @@ def _ways(layer: FastWeight, seen: _Pass, gradients: Mapping[str, Tensor | None]
     if len(chunks) < 2 or (w0 is None and layer.ttt.keys is None):
         return Ways(None, None, weight)
     step = torch.finfo(seen.keys.dtype).eps
-    # the same product as in autograd, which cancels exactly in the difference below
+    # computed by the same product as in autograd, so that it cancels exactly in the difference below
     taken = at_out.reshape(-1, at_out.shape[-1]) @ w0 if w0 is not None and layer.ttt.keys is None else None
     bias = getattr(layer, "bias", None)
 

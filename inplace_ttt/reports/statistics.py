@@ -37,7 +37,7 @@ def wilson(hits: Sequence[bool]) -> dict[str, Any]:
     n, share, z = len(hits), sum(hits) / len(hits), 1.96
     middle, scale = share + z * z / (2 * n), 1 + z * z / n
     half = z * (share * (1 - share) / n + z * z / (4 * n * n)) ** 0.5
-    # Rounding may move an end beyond 0 or 1, or past a share of 0 or 1.
+    # Rounding may put an end of the interval outside 0 to 1, or the share outside the interval.
     return {
         "share": share,
         "low": min(share, max(0.0, (middle - half) / scale)),

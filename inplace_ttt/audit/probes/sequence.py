@@ -95,7 +95,7 @@ def padding(bench: Bench, expected: Any) -> Outcome:
 def rows(bench: Bench, expected: Any) -> Outcome:
     """Compares two rows that have different keys and targets with each row alone."""
     tokens = 2 * bench.chunk + 3
-    # Under least squares the second row also has another Gram.
+    # With ridge regression, the second row also has another matrix of key products than the first.
     other = bench.tiled(tokens, start=5) if bench.module.ridge is None else bench.scattered(tokens)
     inputs = torch.stack([bench.tiled(tokens), other])
     targets = torch.stack([bench.middle(tokens, 0), bench.scale * bench.units(tokens)])

@@ -260,7 +260,7 @@ def page(sessions: Sessions, model: str) -> Any:
 
 @contextmanager
 def _told() -> Iterator[None]:
-    """Shows a refusal inside the block on the page."""
+    """Shows an error raised inside the `with` block as a warning on the page."""
     import gradio as gr
 
     try:

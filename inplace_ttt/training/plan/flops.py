@@ -36,8 +36,8 @@ def model_flops(recipe: Recipe, model: nn.Module) -> int:
     """Returns the operations of one device's micro-step, forward and backward, without recomputation.
 
     The count does not depend on the way the model is computed. A linear map needs 2 operations per token and
-    weight, and as many for each gradient. Its input needs a gradient if a parameter before it is trained. Its
-    weight needs one if it is trained. Of experts, only those chosen for a token count. Routers are left out.
+    weight, and as many for each gradient. Its weight has a gradient if it is trained, and its input if
+    an earlier parameter is trained. Only the experts chosen for a token count. Routers are left out.
 
     Args:
         recipe: the run's recipe.
