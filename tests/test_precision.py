@@ -11,7 +11,7 @@ def test_half_precision_without_instructions_is_named(monkeypatch: pytest.Monkey
     monkeypatch.setattr(precision, "emulated", lambda dtype: dtype == torch.bfloat16)
     note = precision.note_on_emulation(torch.bfloat16, 10**8, "give --dtype float32")
     assert note == (
-        "this processor lacks instructions for bfloat16, and computes several times slower in it than in "
+        "this processor lacks instructions for bfloat16, and computes several times more slowly in it than in "
         "float32; give --dtype float32."
     )
     assert precision.note_on_emulation(torch.float16, 10**8, "") is None, "it has those"

@@ -54,9 +54,9 @@ def test_listed_families_are_not_guessed(caplog: pytest.LogCaptureFixture) -> No
 
 
 ROUTED = {
-    "mixtral": r"layers \[0, 2\] of MixtralModel have routed experts alone.*; layers with a dense MLP or a shared "
+    "mixtral": r"layers \[0, 2\] of MixtralModel have routed experts alone.*; choose from the layers with a dense MLP or a shared "
     r"expert: none\.",
-    "qwen3_moe": r"layers \[2\] of Qwen3MoeModel have routed experts alone.*; layers with a dense MLP or a shared "
+    "qwen3_moe": r"layers \[2\] of Qwen3MoeModel have routed experts alone.*; choose from the layers with a dense MLP or a shared "
     r"expert: 0\.",
 }
 

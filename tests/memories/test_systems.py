@@ -215,9 +215,9 @@ def test_bad_input_is_refused() -> None:
         with pytest.raises(InPlaceTTTError, match=message):
             make(name, 8, **options)
     memory = make("deltanet", 8)
-    with pytest.raises(InPlaceTTTError, match="the state is of 2 sequences and x of 1"):
+    with pytest.raises(InPlaceTTTError, match="the state has 2 sequences, but x has 1"):
         memory(torch.ones(1, 3, 8), memory.initial_state(2))
-    with pytest.raises(InPlaceTTTError, match="the state is of 1 sequences and x of 2"):
+    with pytest.raises(InPlaceTTTError, match="the state has 1 sequences, but x has 2"):
         memory.recall(torch.ones(2, 3, 8), memory.initial_state(1))
     with pytest.raises(
         InPlaceTTTError, match="titans takes no option 'mini_batch'; it takes heads, layers, chunk, alpha"
