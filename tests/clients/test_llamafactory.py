@@ -106,9 +106,7 @@ def test_answers_alone_are_learned_padded_and_packed(settings: dict[str, Any]) -
 
 def test_lora_beside_conv_and_p(settings: dict[str, Any]) -> None:
     done = llamafactory(settings, **LORA)
-    assert (
-        done.returncode != 0 and "conv and P are frozen, so nothing would learn to write" in done.stderr
-    )
+    assert done.returncode != 0 and "conv and P are frozen, so nothing would learn to write" in done.stderr
     done = llamafactory(settings, **LORA, additional_target="ttt")
     assert done.returncode == 0, done.stderr[-2000:]
     assert all(layer["gradients"]["conv"] > 0 for layer in lines()[-1]["layers"])

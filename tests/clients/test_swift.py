@@ -102,9 +102,7 @@ def test_lora_beside_conv_and_p(settings: dict[str, Any]) -> None:
     from peft import PeftModel
 
     done = swift("pt", settings, **LORA)
-    assert (
-        done.returncode != 0 and "conv and P are frozen, so nothing would learn to write" in done.stderr
-    )
+    assert done.returncode != 0 and "conv and P are frozen, so nothing would learn to write" in done.stderr
     done = swift("pt", settings, **LORA, modules_to_save="ttt")
     assert done.returncode == 0, done.stderr[-2000:]
     assert all(layer["gradients"]["conv"] > 0 for layer in lines()[-1]["layers"])
