@@ -110,6 +110,7 @@ def main() -> int:
         word for word in ("facts", model.folder) if word
     )
     kept_runs.split_texts()
+    kept_runs.widen(model.widened, model.base)
     protocol = {"window": WINDOW, "records": RECORDS, "near": NEAR, "far": FAR, **kept_runs.digests(RECIPE)}
     for seed, name in [] if args.table else [(seed, name) for seed in args.seeds for name in args.runs]:
         asked = {"near": NEAR} | ({"far": FAR} if args.far and seed == args.seeds[0] else {})

@@ -16,8 +16,11 @@ from typing import Any
 
 import yaml
 from memory_rules import ONE_PROCESS, ROOT, WORK
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from inplace_ttt import InPlaceTTTError
+from inplace_ttt.files.folders import new_folder
+from inplace_ttt.files.manifest import CHECKPOINT
 
 RECIPE = ROOT / "recipes" / "evidence" / "smollm2-memory-cpu.yaml"
 TEXT = ROOT / ".cache" / "text"
@@ -92,6 +95,15 @@ def made_by(folder: Path, **question: Any) -> None:
         )
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.with_name(f"{folder.name}.made-by.json").write_text(json.dumps(asked, indent=1) + "\n")
+
+
+def widen(source: Path | None, base: Path) -> None:
+    """Copies a checkpoint in float32. A copy that exists is kept; without a source nothing happens."""
+    if source is None or base.exists():
+        return
+    with new_folder(base, CHECKPOINT) as folder:
+        AutoModelForCausalLM.from_pretrained(source, dtype="float32").save_pretrained(folder)
+        AutoTokenizer.from_pretrained(source).save_pretrained(folder)
 
 
 def conversion(base: Path, *how: str) -> dict[str, Any]:

@@ -17,6 +17,9 @@ the base, and are measured once for all rules.
 Gemma 3 270M (`tools/fetch/get_model.py --model gemma-3-270m`) keeps its own attention: windows of 512 tokens,
 and the whole text in each sixth layer. It is scored past token 512. Its results are in memory-gemma-3-270m.
 
+`--model smollm2-135m-float32` is the same model in float32, for processors without bfloat16. Its results are
+in memory-float32.
+
 The script resumes: it skips the results in OUT.json and the steps under runs/memory. OUT.json, OUT.png and the
 tables have all results so far.
 """
@@ -50,6 +53,8 @@ LONG_DOCUMENTS, LONG = 12, 3 * TOKENS
 FAR_DOCUMENTS, FAR = 8, 8 * TOKENS
 BESIDES = ("full_attention", "beyond_training", "far_beyond")
 """Further readings of seed 0."""
+RIVAL, RATES = "dynamic_evaluation", "1,5,20"
+"""A further reading that only `--besides` asks for: dynamic evaluation, by learning rates."""
 CHOSEN_ON = 10
 """Number of documents on which choices were made: the rates, the start of P, the rank and η of `ridge`.
 
@@ -80,6 +85,7 @@ class Model:
         folder: name of its folder under runs/memory and of its results.
         settings: settings of the recipe.
         besides: further readings of seed 0.
+        widened: the checkpoint of which `base` is a copy in float32; None for a base of its own.
     """
 
     base: Path
@@ -89,6 +95,7 @@ class Model:
     folder: str = ""
     settings: tuple[str, ...] = ()
     besides: tuple[str, ...] = ()
+    widened: Path | None = None
 
     @property
     def work(self) -> Path:
@@ -114,8 +121,16 @@ class Model:
         }
 
 
+SMOLLM2 = Model(MODEL, LAYERS, WINDOW, past=WINDOW, besides=BESIDES)
 MODELS = {
-    "smollm2-135m": Model(MODEL, LAYERS, WINDOW, past=WINDOW, besides=BESIDES),
+    "smollm2-135m": SMOLLM2,
+    "smollm2-135m-float32": dataclasses.replace(
+        SMOLLM2,
+        base=WORK / "smollm2-135m-float32",
+        folder="float32",
+        settings=("model.dtype=float32",),
+        widened=MODEL,
+    ),
     "gemma-3-270m": Model(
         MODEL.with_name("gemma-3-270m"),
         "7,11,14",
@@ -140,7 +155,10 @@ def main() -> int:
         help="train the same batches in one process: for one core, or little memory",
     )
     parser.add_argument(
-        "--besides", nargs="*", choices=BESIDES, help="further readings of seed 0 (default: all)"
+        "--besides",
+        nargs="*",
+        choices=(*BESIDES, RIVAL),
+        help=f"further readings of seed 0 (default: all but {RIVAL})",
     )
     parser.add_argument(
         "--out", type=Path, help="default: docs/results/cpu-2026-11/memory, with the name of another model"
@@ -148,11 +166,12 @@ def main() -> int:
     parser.add_argument("--table", action="store_true", help="run nothing; print the kept results")
     args = parser.parse_args()
     model = MODELS[args.model]
-    if args.besides is not None and not set(args.besides) <= set(model.besides):
+    if args.besides is not None and not set(args.besides) <= {*model.besides, RIVAL}:
         parser.error(f"{args.model} has no further readings; leave --besides out")
     name = "-".join(word for word in ("memory", model.folder) if word)
     out = args.out or ROOT / "docs" / "results" / "cpu-2026-11" / name
     kept_runs.split_texts()
+    kept_runs.widen(model.widened, model.base)
     record = Record.open(out, model)
     besides = model.besides if args.besides is None else args.besides
     if args.one_process:
@@ -203,6 +222,7 @@ def measure(model: Model, name: str, seed: int, besides: Iterable[str]) -> None:
         "full_attention": (DOCUMENTS, TOKENS, *past),
         "beyond_training": (LONG_DOCUMENTS, LONG, "--skip", str(TOKENS)),
         "far_beyond": (FAR_DOCUMENTS, FAR, *window, "--skip", str(TOKENS)),
+        RIVAL: (DOCUMENTS, TOKENS, *window, *past, "--rivals", "--rates", RATES),
     }
     for key in besides:
         read(key.replace("_", "-"), *beside[key])
@@ -282,6 +302,7 @@ def print_tables(record: Record) -> None:
         print(f"| {row['rule']} | {len(row['seeds'])} | {' | '.join(cells)} |")
     print("\nMean over seeds; ± the larger of two standard errors, over documents and over seeds.\n")
     print_beside_training(record.rows())
+    print_rival(record)
     beside = record.having(*BESIDES)
     if not beside:
         return
@@ -311,6 +332,18 @@ def print_tables(record: Record) -> None:
         known = [_memory(row) for row in rows if row["stop"] <= TOKENS]
         cells.append(f"{known[-1]:+.4f}, {_memory(rows[-1]):+.4f}" if known else "not read yet")
         print(f"| {name} | {' | '.join(cells)} |")
+
+
+def print_rival(record: Record) -> None:
+    """Prints dynamic evaluation of the same down-projections, by learning rate."""
+    columns = ("difference", "document_gain", "on_minus_dynamic")
+    for name, values in record.having(RIVAL):
+        print(
+            f"\nDynamic evaluation of the layers of {name}:\n\n| rate | {' | '.join(columns)} |\n|---|---|---|---|"
+        )
+        for row in values[RIVAL]:
+            cells = (with_error(row[key]["mean"], row[key]["stderr"]) for key in columns)
+            print(f"| {row['rate']:g} | {' | '.join(cells)} |")
 
 
 def print_beside_training(rows: list[dict[str, Any]]) -> None:
@@ -369,6 +402,8 @@ def _seed(run: Path) -> dict[str, Any]:
         if (folder := run / key.replace("_", "-")).exists():
             found = _evaluation(folder)
             values[key] = {**_numbers(found), "positions": [_position(row) for row in found["positions"]]}
+    if (folder := run / RIVAL.replace("_", "-")).exists():
+        values[RIVAL] = _evaluation(folder)[RIVAL]
     return {**values, "seconds": kept_runs.seconds_of(run)}
 
 
