@@ -45,7 +45,7 @@ def _read(group: dist.ProcessGroup, folder: str) -> None:
         }
         assert torch.equal(model.generate(IDS, **rows), whole.generate(IDS, **rows))
     for name in REFUSED:
-        with pytest.raises(InPlaceTTTError, match=f"tensor parallelism splits.*{name}.*leave it out"):
+        with pytest.raises(InPlaceTTTError, match=f"tensor parallelism splits.*{name}.*leave that out"):
             AutoModelForCausalLM.from_pretrained(Path(folder) / name, distributed_config=split)
 
 

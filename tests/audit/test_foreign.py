@@ -61,7 +61,7 @@ def test_a_module_that_raises_is_one_sentence() -> None:
 
     with pytest.raises(
         InPlaceTTTError,
-        match=r"^Broken raises RuntimeError on 25 random tokens: first line; the audit needs it to run\.$",
+        match=r"^Broken raises RuntimeError on 25 random tokens: first line; the audit needs it to run on such input\.$",
     ):
         audit_module(ReferenceMLP(Broken(), CHUNK))
 
@@ -84,7 +84,7 @@ def test_wrong_shapes_and_short_chunks_are_refused() -> None:
         def forward(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
             return super().forward(x, t)[0]
 
-    with pytest.raises(InPlaceTTTError, match=r"gives \[25, 16\] for 25 tokens"):
+    with pytest.raises(InPlaceTTTError, match=r"returns \[25, 16\] for 25 tokens"):
         audit_module(ReferenceMLP(Flat(), CHUNK))
     with pytest.raises(InPlaceTTTError, match="chunks of 4 tokens and a kernel of 5"):
         audit_module(ReferenceMLP(PublicMLP(), 4))

@@ -161,7 +161,7 @@ def test_without_measurement_a_model_says_so() -> None:
         logits(model, random_ids(1, 40))
     with pytest.raises(InPlaceTTTError, match="nothing to calibrate on"):
         calibrate(model, [])
-    with pytest.raises(InPlaceTTTError, match="does nothing"):
+    with pytest.raises(InPlaceTTTError, match="would do nothing"):
         calibrate(convert(build("llama"), InPlaceTTTConfig(layers=(0,))), [random_ids(1, 40)])
 
 

@@ -191,5 +191,5 @@ def test_base_in_another_place(trained: Path, tmp_path: Path, capsys: pytest.Cap
         InPlaceTTTError, match="which does not exist; give its new path with --base, in Python with base="
     ):
         load(tmp_path / "adapter")
-    with pytest.raises(InPlaceTTTError, match="does nothing"):
+    with pytest.raises(InPlaceTTTError, match="needs no base"):
         load(trained, base="x")

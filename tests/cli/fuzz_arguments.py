@@ -26,7 +26,6 @@ COMMANDS = (
     f"generate lora {_READ} --max-new-tokens 0 --base base --save-state out --fast-weights-only",
     "chat ttt --read text.txt --session out --system brief --max-new-tokens 2 --temperature 1 --ttt on --dtype float32",
     "chat lora --base base --max-new-tokens 2",
-    "chat http://127.0.0.1:9 --memory book --api-key key --read text.txt",
     "plan recipe.yaml --set training.steps=3 --device-memory 1GB",
     "train recipe.yaml --set training.steps=3 --num-processes 1",
     "diagnose ttt --text text.txt --out out --tokens 40 --train all --learning-rate 1e-3 --dtype float32",

@@ -26,8 +26,8 @@ OPTIONS = {
         "--readings "
         "--save-state --seed --temperature --ttt"
     ),
-    "chat": "--api-key --base --dtype --help --json --max-new-tokens --memory --read --session --system --temperature "
-    "--ttt",
+    "chat": "--api-key --base --dtype --help --json --max-new-tokens --memory --port --read --session --sessions "
+    "--system --temperature --ttt --web",
     "serve": "--api-key --help --host --json --memories --memory-bytes --per-key --port --vllm",
     "plan": "--device-memory --help --json --set",
     "train": "--from-scratch --help --json --no-audit --num-processes --set",

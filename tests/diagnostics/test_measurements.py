@@ -340,11 +340,11 @@ def test_padding_is_no_key_and_no_token() -> None:
         ({"input_ids": [[1, 2], [3]]}, "input_ids of a batch to diagnose is not a tensor of rows"),
         (
             {"input_ids": random_ids(2, 20), "labels": random_ids(2, 19)},
-            r"labels must be \[2, 20\] as input_ids, got \[2, 19\]",
+            r"labels must have the shape \[2, 20\] of input_ids, got \[2, 19\]",
         ),
         (
             {"input_ids": random_ids(2, 20), "attention_mask": torch.ones(2, 1, 20, 20)},
-            r"attention_mask must be \[2, 20\]",
+            r"attention_mask must have the shape \[2, 20\]",
         ),
         (
             {"input_ids": random_ids(1, 20), "attention_mask": torch.zeros(1, 20)},

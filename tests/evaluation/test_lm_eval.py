@@ -226,6 +226,7 @@ def test_a_session_is_read_once_and_asked_many_times(place: Path, session: Path)
         assert words.decode(new[0], skip_special_tokens=True).startswith(answer.rstrip())
 
 
+@pytest.mark.full
 def test_a_session_on_the_command_line(place: Path, session: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "inplace_ttt.clients.lm_eval", "--model", "inplace-ttt"]
     how = ["--device", "cpu", "--tasks", "text", "--include_path", str(place), "--limit", "2"]

@@ -404,7 +404,7 @@ def test_each_input_may_be_the_only_one_to_learn(alone: str) -> None:
 
 REFUSED = {
     "z must be [B, T, h] and v [B, T, d]": {"v": torch.zeros(1, 3, D)},
-    "the layout is for [1, 4] tokens, z has [1, 5]": {"layout": ChunkLayout.from_lengths([[4]], 3)},
+    "the layout is for [1, 4] tokens, but z has [1, 5]": {"layout": ChunkLayout.from_lengths([[4]], 3)},
     "weight must be [d, h] = [5, 6], got [6, 5]": {"weight": torch.zeros(H, D)},
     "must have one dtype, got torch.float32, torch.bfloat16": {"v": torch.zeros(1, 5, D, dtype=torch.bfloat16)},
     "initial_state must be [B, d, h] = [1, 5, 6]": {"initial_state": torch.zeros(2, D, H)},

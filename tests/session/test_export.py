@@ -184,6 +184,7 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         "README.md",
         "adapter_config.json",
         "adapter_model.safetensors",
+        "chat_template.jinja",
         "tokenizer.json",
         "tokenizer_config.json",
     ]

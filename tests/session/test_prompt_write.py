@@ -253,7 +253,7 @@ def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(InPlaceTTTError, match="read with TTT off"):
         gap.write_prompt(prompt[:, :4])
     state.write_prompt(prompt[:, :4])
-    with pytest.raises(InPlaceTTTError, match="written for good"):
+    with pytest.raises(InPlaceTTTError, match="cannot be undone"):
         state.cache.crop(-1)
     known = state.tokens.shape[1]
     with pytest.raises(InPlaceTTTError, match="written already"):

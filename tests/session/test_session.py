@@ -349,7 +349,7 @@ def test_generating_when_all_is_read_is_exact_or_refused(llama):
         ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences=2"),
         ({"return_dict_in_generate": True}, "return_dict_in_generate=True"),
         ({"prompt_lookup_num_tokens": 4}, "prompt_lookup_num_tokens=4"),
-        ({"assistant_model": "the same"}, "leave assistant_model="),
+        ({"assistant_model": "the same"}, "remove assistant_model="),
         ({"attention_mask": torch.tensor([[1] * 22 + [0]])}, "rows cannot hold padding"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
