@@ -302,6 +302,7 @@ def test_a_person_at_a_terminal(world: Path, tmp_path: Path) -> None:
         time.sleep(0.5)
         chat.type("\x03")
         chat.wait_for("\n> ")
+    time.sleep(0.5)  # the prompt is printed before the line is read
     chat.type("\x03")
     chat.wait_for("/quit or Ctrl-D ends the chat")
     chat.type("/info\n")

@@ -23,6 +23,8 @@ from ..under_way import Patch
 
 SIZES = (1.0, 0.3, 0.1)
 WRITES = (*only.ANYWHERE, *only.STREAMED)
+SEVERAL = tuple(when for when in WRITES if when is not only.DECODING)
+"""Conditions of calls with several tokens: the norm of a single token is its own mean."""
 
 
 def without_p(self: TargetGenerator, x: Tensor, layout: ChunkLayout, right: Tensor) -> Tensor:
@@ -132,7 +134,7 @@ KINDS: tuple[Kind, ...] = (
          WRITES, 3),
     Kind("some of the MLP's input is in the source", "target", owned("target-source"), from_the_mlp, SIZES, WRITES, 4),
     Kind("some of the MLP's input is in the source", "target", owned("target-source"), from_the_mlp, whens=only.COARSE, count=2),
-    Kind("the source is normalized", "target", owned("target-source no-normalization"), with_source(normalized), (1.0, 0.5), WRITES, 3),
+    Kind("the source is normalized", "target", owned("target-source no-normalization"), with_source(normalized), (1.0, 0.5), SEVERAL, 3),
     Kind("channels take their neighbors' source", "target", owned("conv-depthwise"), with_target(mixed(mixed_channels)), SIZES, WRITES, 3),
     Kind("only P's diagonal counts", "target", owned("projection-untransposed"), with_target(mixed(diagonal)), (1.0, 0.3), WRITES, 3),
     Kind("short documents go into the next", "layout", owned("document-reset document-grid"), with_documents(joined), (1.0, 2.4), PACKED, 4,
