@@ -4,7 +4,7 @@ Let L₁ be the Cholesky factor of A₁₁, and L₂ the factor of A₂₂ - L�
 
     L₂₁ = A₂₁L₁⁻ᵀ        L⁻¹ = [L₁⁻¹, 0; -L₂⁻¹L₂₁L₁⁻¹, L₂⁻¹]
 
-The halving needs 4/3 r³ multiply-adds, in plain products. A factorization and its solves would need only
+The halving needs 2/3 r³ multiply-adds, in plain products. A factorization and its solves would need only
 r³/3, but in steps that wait for each other. The kernel inverts the small blocks at which the halving stops.
 """
 
