@@ -3,9 +3,11 @@
 import os
 
 import torch
-from gate import pytest_addoption, pytest_collection_modifyitems, pytest_configure
-
-__all__ = ["pytest_addoption", "pytest_collection_modifyitems", "pytest_configure"]
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# it imports transformers, and with it Triton
+from gate import pytest_addoption, pytest_collection_modifyitems, pytest_configure
+
+__all__ = ["pytest_addoption", "pytest_collection_modifyitems", "pytest_configure"]

@@ -26,6 +26,7 @@ from ..layout import ChunkLayout, Span
 from ..rules import PAPER_RULE, SumRule
 from .norms import spectral_norm
 from .precision import add_product_, state_dtype, without_autocast
+from .products import multiplies_directly, product
 from .reference import clip_factor, write_factor
 
 
@@ -146,9 +147,11 @@ class _SumOfWrites(torch.autograd.Function):
         ctx.spans, ctx.settings = spans, (1.0, clip, layout, False, rule)
         walk = Walk(z, v, None, None, *ctx.settings)
         state = z.new_zeros(z.shape[0], v.shape[-1], z.shape[-1], dtype=walk.dtype)
+        # a product that first copies its tokens in float32 takes one chunk at a time
+        whole = not walk.has_factors and (z.dtype == walk.dtype or multiplies_directly(z))
         with without_autocast(z.device):
-            for row, chunk in _complete(spans, layout):
-                walk.add_delta(state[row], row, chunk)
+            for row, tokens in _complete(spans, layout, whole):
+                walk.add_delta(state[row], row, tokens)
         return state
 
     @staticmethod
@@ -158,14 +161,20 @@ class _SumOfWrites(torch.autograd.Function):
         dz, dv = torch.zeros_like(z), torch.zeros_like(v)
         walk = Walk(z, v, None, None, *ctx.settings)
         with without_autocast(z.device):
-            for row, chunk in _complete(ctx.spans, walk.layout):
-                walk.through_write(row, chunk, d_state[row], dz, dv)
+            for row, tokens in _complete(ctx.spans, walk.layout, not walk.has_factors):
+                walk.through_write(row, tokens, d_state[row], dz, dv)
         return dz, dv, None, None, None, None
 
 
-def _complete(spans: Sequence[Span | None], layout: ChunkLayout) -> Iterator[tuple[int, Span]]:
+def _complete(spans: Sequence[Span | None], layout: ChunkLayout, whole: bool) -> Iterator[tuple[int, Span]]:
+    """Yields the row and tokens of the complete chunks of each span: one by one, or all as one if `whole`."""
     for row, span in enumerate(spans):
-        yield from ((row, chunk) for chunk in layout.chunks(span or (0, 0)) if layout.is_complete(chunk))
+        start, stop = span or (0, 0)
+        stop -= (stop - start) % layout.chunk_size
+        if whole and start < stop:
+            yield row, (start, stop)
+        elif start < stop:
+            yield from ((row, chunk) for chunk in layout.chunks((start, stop)))
 
 
 @dataclass(eq=False)
@@ -188,6 +197,11 @@ class Walk:
     def __post_init__(self) -> None:
         self.read, self.write = (self.eta, 1.0) if self.weight is None else (1.0, self.eta)
         self.dtype = state_dtype(self.z.dtype)
+
+    @property
+    def has_factors(self) -> bool:
+        """True if each chunk's write has a factor of its own."""
+        return self.clip is not None or self.rule.write_norm is not None
 
     def segments(self, row: int) -> Iterator[tuple[Span, int | None]]:
         """Yields the row's parts in order: (span, n) if document n uses the fast weight, else (span, None).
@@ -222,11 +236,14 @@ class Walk:
         return self.layout.is_complete(chunk) and (not is_last or hands_state_on)
 
     def add_delta(self, carry: Tensor | None, row: int, chunk: Span) -> Tensor:
-        """Adds a chunk's write to the carry in place. Without a carry it returns the write [d, h] alone."""
-        values, keys = (x[row, chunk[0] : chunk[1]].to(self.dtype) for x in (self.v, self.z))
-        if self.clip is None and self.rule.write_norm is None and carry is not None:
-            return carry.addmm_(values.T, keys, alpha=self.write)
-        delta = values.T @ keys
+        """Adds a chunk's write to the carry in place. Without a carry it returns the write [d, h] alone.
+
+        `chunk` may be several chunks, unless `has_factors`.
+        """
+        values, keys = (x[row, chunk[0] : chunk[1]] for x in (self.v, self.z))
+        if not self.has_factors and carry is not None and not multiplies_directly(keys):
+            return carry.addmm_(values.T.to(self.dtype), keys.to(self.dtype), alpha=self.write)
+        delta = product(values.T[None], keys[None])[0]
         delta *= self.write * write_factor(delta, self.clip, self.rule)
         return delta if carry is None else carry.add_(delta)
 
@@ -337,7 +354,7 @@ class Walk:
 
         For c = min(1, τ/‖D‖) it is c (G - [c<1] D ⟨D, G⟩ / ‖D‖²).
         """
-        if self.clip is None and self.rule.write_norm is None:
+        if not self.has_factors:
             return d_clipped
         delta = values.T.to(self.dtype) @ keys.to(self.dtype)
         if self.rule.write_norm is not None:

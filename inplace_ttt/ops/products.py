@@ -69,5 +69,10 @@ def product(
     return out
 
 
+def multiplies_directly(x: Tensor) -> bool:
+    """Returns True if this device multiplies x in half precision and accumulates in float32."""
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
+
+
 def _by_tensor_cores(a: Tensor, b: Tensor) -> bool:
-    return a.is_cuda and a.dim() == 3 and a.dtype == b.dtype and a.dtype in (torch.bfloat16, torch.float16)
+    return multiplies_directly(a) and a.dim() == 3 and a.dtype == b.dtype

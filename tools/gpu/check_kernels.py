@@ -87,7 +87,7 @@ def checks(device: str, smoke: bool, part: int = 0, parts: int = 1) -> Iterator[
                 yield _broken(name, error, BOUND[dtype])
                 continue
             yield _row(name, {key: _distance(found[key], expected[key]) for key in expected}, BOUND[dtype])
-    for number, run in enumerate((_convolutions, _least_squares)):
+    for number, run in enumerate((_convolutions, _least_squares, _sums)):
         if part == parts - 1 - number % parts:
             try:
                 yield from run(device, smoke)
@@ -288,6 +288,39 @@ def _least_squares(device: str, smoke: bool) -> Iterator[dict[str, Any]]:
             # of 1,024 keys G + λI has a condition of 1e3
             bound = 100 * BOUND[dtype] if dtype == torch.float32 else 2 * BOUND[dtype]
             yield _row(case, errors, bound)
+
+
+def _sums(device: str, smoke: bool) -> Iterator[dict[str, Any]]:
+    """Checks the sums of writes that ranks exchange: the last document of each row, free and clipped."""
+    from inplace_ttt.layout import ChunkLayout
+    from inplace_ttt.ops import fast_weight
+    from inplace_ttt.ops.forms import form_of
+    from inplace_ttt.rules import PAPER_RULE
+
+    chunk, d, h = (8, 12, 10) if smoke else (192, 328, 712)
+    for (name, (rows, length)), dtype in itertools.product(DOCUMENTS.items(), BOUND):
+        scaled = tuple(tuple((a * chunk // 8, b * chunk // 8) for a, b in row if b - a >= 8) for row in rows)
+        layout, g = ChunkLayout(scaled, length * chunk // 8, chunk), torch.Generator(device).manual_seed(5)
+        size = (layout.batch, layout.length)
+        inputs = [
+            torch.randn(*size, width, generator=g, device=device).to(dtype).requires_grad_()
+            for width in (h, d)
+        ]
+        spans = [spans[-1] if spans else None for spans in layout.documents]
+        for clip in (None, 0.9 * (chunk * d * h) ** 0.5):
+            found = form_of(PAPER_RULE).sum_of_writes(
+                *inputs, spans, layout=layout, rule=PAPER_RULE, clip=clip, gate=None
+            )
+            _, wanted = fast_weight(
+                *inputs, None, eta=ETA, layout=layout, clip=clip, backend="reference", return_state=True
+            )
+            grad = torch.randn(found.shape, generator=g, device=device).to(found)
+            pairs = [(x.detach(), *torch.autograd.grad(x, inputs, grad.to(x))) for x in (found, wanted)]
+            errors = {
+                key: _distance(ours, theirs)
+                for key, ours, theirs in zip(("state", "d_z", "d_v"), *pairs, strict=True)
+            }
+            yield _row(f"sums, {name}, {str(dtype)[6:]}, clip {clip is not None}", errors, BOUND[dtype])
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:
