@@ -124,7 +124,7 @@ class _SumOfWrites(torch.autograd.Function):
         into = Gradients.of(k, v, gate)
         with in_full_precision(k.device):
             for row, span in enumerate(ctx.spans):
-                for group in walk.groups(span or (0, 0)):
+                for group in walk.groups(span or (0, 0), walk.layout.chunk_size):
                     if group.is_complete:
-                        walk.through_write(row, group, d_state[row].expand(group.chunks, -1, -1), into)
+                        walk.through_write(row, group, d_state[row].expand(group.parts, -1, -1), into)
         return into.k.to(k.dtype), into.v, into.gate, None, None, None, None, None, None

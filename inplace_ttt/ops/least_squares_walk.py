@@ -1,16 +1,20 @@
 """The loop over chunks for ridge regression, with running sums, solves and gradients (see `least_squares`).
 
+Reads are computed stretch by stretch (`stretches`), and the gradients of the sums chunk by chunk. Below, a
+part is a stretch or a chunk.
+
 Shapes:
 
     k           [B, T, r]        keys
     v           [B, T, d]        targets
-    sums        [d + r, r]       B above G; [n, d + r, r] for the n chunks of a group
+    sums        [d + r, r]       B above G; [n, d + r, r] for the n parts of a group
     Y, X        [T, r]           per row: solved keys, and the gradient of the keys from reads
     d_sums      [d + r, r]       gradient of the sums, passed from later chunks to earlier ones
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -19,10 +23,11 @@ from torch import Tensor
 
 from ..layout import ChunkLayout, Span
 from ..rules import RidgeRule
-from .normal_equations import Factor, factor
+from .normal_equations import Factor, damping, factor
 from .precision import state_dtype
 from .products import Operand, product
 from .reference import clip_factor
+from .stretches import Stretch, chunks_in_stretch, serve_gradients
 
 _SUMS_BYTES = 1 << 29
 """Bytes of a GPU's memory for the sums of the chunks of one batch.
@@ -46,16 +51,28 @@ _Step = tuple[Tensor | Operand, Tensor | Operand, float]
 
 @dataclass(frozen=True)
 class Group:
-    """Consecutive complete chunks of a document, or its incomplete last chunk alone."""
+    """Consecutive parts of a document, of equal length.
+
+    Attributes:
+        start: first token.
+        stop: end of its tokens.
+        parts: number of parts; 1 if the group ends with an incomplete chunk.
+        written: end of the tokens of its complete chunks.
+    """
 
     start: int
     stop: int
-    chunks: int
-    is_complete: bool
+    parts: int
+    written: int
 
     @property
     def here(self) -> slice:
         return slice(self.start, self.stop)
+
+    @property
+    def is_complete(self) -> bool:
+        """True if the group holds a complete chunk."""
+        return self.written > self.start
 
 
 @dataclass(frozen=True)
@@ -93,24 +110,71 @@ class Walk:
         self.d, self.r, self.dtype = self.v.shape[-1], self.k.shape[-1], state_dtype(self.k.dtype)
         self.together = chunks_together(self.k.device, (self.d + self.r) * self.r * self.dtype.itemsize)
 
+    def stretch(self, *, for_gradients: bool = False) -> int:
+        """Returns the tokens of a stretch, whose chunks read from one factor."""
+        chunk = self.layout.chunk_size
+        # a clip gives each chunk's write a factor of its own, which is known once the write is computed
+        if self.clip is not None or (for_gradients and not serve_gradients(self.k)):
+            return chunk
+        return chunk * chunks_in_stretch(chunk, self.r)
+
     def forward(self) -> tuple[Tensor, Tensor | None]:
-        out, states = torch.zeros_like(self.v), []
+        out, states, stretch = torch.zeros_like(self.v), [], self.stretch()
         for row, documents in enumerate(self.layout.documents):
             state = self.start(row, 0)
             for number, document in enumerate(documents):
                 state = self.start(row, number)
                 if not self.matters(row, number):
                     continue
-                for group in self.groups(document):
+                for group in self.groups(document, stretch):
                     before, state = self.sums_around(row, number, group, state)
-                    if self.may_read(row, number, group):
-                        (solved,) = self.factor(before).solve(self.of(self.k[row], group))
-                        read = product(
-                            self.operand(solved), self.operand(before[:, : self.d]).mT, alpha=self.eta
-                        )
-                        out[row, group.here] = read.flatten(0, 1).to(out.dtype)
+                    read = self.read(row, number, group, before)
+                    if read is not None:
+                        out[row, group.here] = read.mul_(self.eta).flatten(0, 1).to(out.dtype)
             states.append(state)
         return out, torch.stack(states) if self.keeps_state else None
+
+    def read(self, row: int, number: int, group: Group, before: Tensor) -> Tensor | None:
+        """Returns the reads [n, g, d] of a group, without η, in the sums' precision; None if all are zero.
+
+        before: the sums before each part [n, d + r, r].
+        """
+        may_read, has_inside = self.may_read(row, number, group), self.reads_inside(group)
+        if not may_read and not has_inside:
+            return None
+        (solved,) = self.solved(row, number, group, before)
+        read = product(self.operand(solved), self.operand(before[:, : self.d]).mT) if may_read else None
+        if has_inside:
+            stretch = self.inside(row, group, solved)
+            inside = stretch.add(stretch.errors(self.of(self.v[row], group), read))
+            read = inside if read is None else read.add_(inside)
+        return read
+
+    def solved(
+        self, row: int, number: int, group: Group, before: Tensor, *more: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Returns keys (G + λI)⁻¹ [n, g, r], for G before each part of a group, and the same of `more`."""
+        keys = self.of(self.k[row], group)
+        if self.may_read(row, number, group):
+            return self.factor(before, self.added(row, group)).solve(keys, *more)
+        added = self.added(row, group)
+        damped_by = damping(self.rule.ridge, torch.zeros_like(added), added)[:, None, None]
+        return tuple(x.to(self.dtype) / damped_by for x in (keys, *more))
+
+    def inside(self, row: int, group: Group, solved: Tensor) -> Stretch:
+        counts = None if self.gate is None else self.of(self.gate[row], group)[..., None]
+        return Stretch(self.of(self.k[row], group), solved, counts, self.layout.chunk_size)
+
+    def reads_inside(self, group: Group) -> bool:
+        """Returns True if a part of the group holds a complete chunk and a later one."""
+        return (group.stop - group.start) // group.parts > self.layout.chunk_size
+
+    def added(self, row: int, group: Group) -> Tensor:
+        """Returns the trace [n] of what each part adds to G, if its own chunks read that, else 0."""
+        if not self.reads_inside(group):
+            return self.k.new_zeros(group.parts, dtype=self.dtype)
+        squares = self.of(self.k[row], group).to(self.dtype).square().sum(-1)
+        return (squares if self.gate is None else squares * self.of(self.gate[row], group)).sum(-1)
 
     def backward(
         self, d_out: Tensor, d_state: Tensor | None
@@ -126,12 +190,11 @@ class Walk:
             for number, document in enumerate(documents):
                 if not self.matters(row, number):
                     continue
-                groups = list(self.groups(document))
-                self.through_reads(row, number, groups, d_out, solved, into.k[row])
+                self.through_reads(row, number, document, d_out, solved, into.k[row])
                 handed_on = self.k.new_zeros(self.d + self.r, self.r, dtype=self.dtype)
                 if d_state is not None and number == len(documents) - 1:
                     handed_on += d_state[row]
-                d_sums = self.through_sums(row, number, groups, d_out, solved, handed_on, into)
+                d_sums = self.through_sums(row, number, document, d_out, solved, handed_on, into)
                 if d_initial is not None and number == 0:
                     d_initial[row] = d_sums
                     by_reads = d_sums[self.d :] - handed_on[self.d :]
@@ -139,26 +202,36 @@ class Walk:
         return into.k.to(self.k.dtype), into.v, into.gate, d_initial
 
     def through_reads(
-        self, row: int, number: int, groups: list[Group], d_out: Tensor, y: Tensor, x: Tensor
+        self, row: int, number: int, document: Span, d_out: Tensor, y: Tensor, x: Tensor
     ) -> None:
         """Rebuilds the sums in order, and computes a row's Y and X, [T, r].
 
-        X is the part of dK that comes from reads.
+        X is the part of dK that comes from reads: η dO_i M_i for chunk i. If M is the matrix at the start of
+        its stretch, M_i = M + F_<ᵀ W_<.
         """
         state = self.start(row, number)
-        for group in groups:
+        for group in self.groups(document, self.stretch(for_gradients=True)):
             before, state = self.sums_around(row, number, group, state)
-            if self.may_read(row, number, group):
-                keys, grad = self.of(self.k[row], group), self.of(d_out[row], group)
-                wanted = product(grad, self.operand(before[:, : self.d]), alpha=self.eta)
-                of_keys, of_grads = self.factor(before).solve(keys, wanted)
-                y[group.here], x[group.here] = of_keys.flatten(0, 1), of_grads.flatten(0, 1)
+            may_read, has_inside = self.may_read(row, number, group), self.reads_inside(group)
+            if not may_read and not has_inside:
+                continue
+            grad, sums = self.of(d_out[row], group), self.operand(before[:, : self.d])
+            wanted = [product(grad, sums, alpha=self.eta)] if may_read else []
+            of_keys, *of_grads = self.solved(row, number, group, before, *wanted)
+            if has_inside:
+                stretch = self.inside(row, group, of_keys)
+                read = product(self.operand(of_keys), sums.mT) if may_read else None
+                errors, directions = stretch.errors(self.of(self.v[row], group), read), stretch.directions()
+                seen = stretch.seen(grad, errors)
+                of_grads.append(product(seen, self.operand(directions), alpha=self.eta))
+                of_keys = of_keys - stretch.add(directions)
+            y[group.here], x[group.here] = of_keys.flatten(0, 1), torch.stack(of_grads).sum(0).flatten(0, 1)
 
     def through_sums(
         self,
         row: int,
         number: int,
-        groups: list[Group],
+        document: Span,
         d_out: Tensor,
         y: Tensor,
         d_sums: Tensor,
@@ -168,7 +241,7 @@ class Walk:
 
         Returns the gradient [d + r, r] of the sums before the document's first chunk.
         """
-        for group in reversed(groups):
+        for group in reversed(list(self.groups(document, self.layout.chunk_size))):
             # the gradients of the sums after each chunk of the group, from the last chunk to the first
             after, before = d_sums[None], d_sums
             if self.may_read(row, number, group):
@@ -217,7 +290,7 @@ class Walk:
         return c * (d_b - along * delta), c * d_g
 
     def sums_around(self, row: int, number: int, group: Group, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the sums before each chunk of a group [n, d + r, r], and after all of them [d + r, r].
+        """Returns the sums before each part of a group [n, d + r, r], and after all of them [d + r, r].
 
         The group is added only if something reads its writes. Otherwise both results are the given state.
         """
@@ -228,7 +301,8 @@ class Walk:
         )
 
     def with_writes(self, row: int, group: Group, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the result of `sums_around`, for complete chunks that are written."""
+        """Returns the result of `sums_around`, for a group whose complete chunks are written."""
+        group = dataclasses.replace(group, stop=group.written)
         keys, values = self.of(self.k[row], group), self.of(self.v[row], group)
         written = (
             keys if self.gate is None else keys.to(self.dtype) * self.of(self.gate[row], group)[..., None]
@@ -261,26 +335,25 @@ class Walk:
 
     def sum_over(self, row: int, span: Span) -> Tensor:
         state = self.k.new_zeros(self.d + self.r, self.r, dtype=self.dtype)
-        for group in self.groups(span):
+        for group in self.groups(span, self.stretch()):
             if group.is_complete:
                 state = self.with_writes(row, group, state)[1]
         return state
 
-    def groups(self, document: Span) -> Iterator[Group]:
-        """Yields a document's groups in order.
+    def groups(self, document: Span, size: int) -> Iterator[Group]:
+        """Yields a document's groups in order, with parts of `size` tokens.
 
-        The first chunk forms its own group, because it may have nothing to read. So does the incomplete last
-        chunk.
+        The first part forms its own group, because it may have nothing to read. So do the tokens that are
+        left after the last part.
         """
         start, stop = document
-        size = self.layout.chunk_size
         together = 1
         while stop - start >= size:
             n = min(together, (stop - start) // size)
-            yield Group(start, start + n * size, n, True)
+            yield Group(start, start + n * size, n, start + n * size)
             start, together = start + n * size, self.together
         if start < stop:
-            yield Group(start, stop, 1, False)
+            yield Group(start, stop, 1, stop - (stop - start) % self.layout.chunk_size)
 
     def start(self, row: int, number: int) -> Tensor:
         """Returns the sums at a document's first token."""
@@ -300,12 +373,12 @@ class Walk:
         return self.keeps_state and number == len(self.layout.documents[row]) - 1
 
     def is_written(self, row: int, number: int, group: Group) -> bool:
-        """Returns True if something reads the group's writes.
+        """Returns True if something reads the sums after a part of the group.
 
-        The reader may be another chunk of the group, a later group, or the caller that receives the state.
+        The reader may be another part of the group, a later group, or the caller that receives the state.
         """
         is_last = group.stop == self.layout.documents[row][number][1]
-        return group.is_complete and (group.chunks > 1 or not is_last or self.hands_on(row, number))
+        return group.is_complete and (group.parts > 1 or not is_last or self.hands_on(row, number))
 
     def starts_written(self, number: int) -> bool:
         return number == 0 and self.initial_state is not None
@@ -314,21 +387,21 @@ class Walk:
         """Returns True if something was written before a group."""
         return group.start > self.layout.documents[row][number][0] or self.starts_written(number)
 
-    def factor(self, sums: Tensor) -> Factor:
-        return factor(sums[:, self.d :], self.rule.ridge, self.k.dtype)
+    def factor(self, sums: Tensor, added: Tensor) -> Factor:
+        return factor(sums[:, self.d :], self.rule.ridge, self.k.dtype, added)
 
     def operand(self, x: Tensor) -> Operand:
         """Returns x as an operand for products with keys and targets."""
         return Operand.of(x, self.k.dtype)
 
     def of(self, x: Tensor, group: Group) -> Tensor:
-        """Returns a group's part of a row [T, ·] as chunks [n, C, ·]."""
-        return x[group.here].unflatten(0, (group.chunks, -1))
+        """Returns a group's tokens of a row [T, ·] as parts [n, g, ·]."""
+        return x[group.here].unflatten(0, (group.parts, -1))
 
     def turned(self, x: Tensor, group: Group) -> Tensor:
-        """Returns the chunks of `of` from the last to the first."""
-        chunks = self.of(x, group)
-        return chunks.flip(0) if group.chunks > 1 else chunks
+        """Returns the parts of `of` from the last to the first."""
+        parts = self.of(x, group)
+        return parts.flip(0) if group.parts > 1 else parts
 
     def flat(self, chunks: Tensor) -> Tensor:
         """Returns the rows [n C, ·] of chunks [n, C, ·] that are ordered from the last to the first."""

@@ -127,9 +127,7 @@ def other_damping(factor: float) -> Callable[[Patch], None]:
     def plant(patch: Patch) -> None:
         real = normal_equations.factor
         for module in (least_squares_walk, normal_equations):
-            patch.setattr(
-                module, "factor", lambda gram, ridge, beside=None: real(gram, factor * ridge, beside)
-            )
+            patch.setattr(module, "factor", lambda gram, ridge, *rest: real(gram, factor * ridge, *rest))
 
     return plant
 

@@ -11,7 +11,14 @@ from torch import Tensor
 from inplace_ttt import InPlaceTTTError
 from inplace_ttt.layer.target import TargetGenerator
 from inplace_ttt.layout import ChunkLayout
-from inplace_ttt.ops import fast_weight, least_squares_walk, normal_equations, products, state_dtype
+from inplace_ttt.ops import (
+    fast_weight,
+    least_squares_walk,
+    normal_equations,
+    products,
+    state_dtype,
+    stretches,
+)
 from inplace_ttt.rules import RidgeRule, SumRule
 
 H, D, ETA = 6, 5, 0.3
@@ -133,18 +140,22 @@ def check_least_squares(
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("chunk_size", CHUNK_SIZES)
 @pytest.mark.parametrize("documents", DOCUMENTS)
-@pytest.mark.parametrize("together", [1, 3])
+@pytest.mark.parametrize(("together", "stretch"), [(1, 1), (3, 2), (1, 20)])
 @pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
 def test_least_squares_is_the_reference(
     gated: bool,
     together: int,
+    stretch: int,
     documents: str,
     chunk_size: int,
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """However many chunks go at once, and with keys that are as wide as a CPU finds crowded."""
+    """However many stretches go at once, of however many chunks, and with keys that are as wide as a CPU
+    finds crowded."""
     monkeypatch.setattr(least_squares_walk, "chunks_together", lambda device, state_bytes: together)
+    monkeypatch.setattr(least_squares_walk, "chunks_in_stretch", lambda chunk_size, r: stretch)
+    monkeypatch.setattr(least_squares_walk, "serve_gradients", lambda keys: keys.dtype != torch.float32)
     monkeypatch.setattr(normal_equations, "_CROWDED", H if together == 1 else 512)
     for case in CASES[together % 3 :: 3]:
         check_least_squares(layout_of(documents, chunk_size), dtype, case, gated)
@@ -158,7 +169,10 @@ def test_least_squares_as_on_a_gpu(
     """Several chunks at once, by inverse factors and with float32 in halves: the kernels' part through their
     interpreter."""
     monkeypatch.setattr(least_squares_walk, "chunks_together", lambda device, state_bytes: 3)
-    monkeypatch.setattr(normal_equations, "by_products", lambda gram: True)
+    monkeypatch.setattr(least_squares_walk, "chunks_in_stretch", lambda chunk_size, r: 2)
+    monkeypatch.setattr(least_squares_walk, "serve_gradients", lambda keys: keys.dtype != torch.float32)
+    for module in (normal_equations, stretches):
+        monkeypatch.setattr(module, "by_products", lambda gram: True)
     monkeypatch.setattr(
         products, "splits", lambda x, beside: x.dtype == torch.float32 and beside == torch.bfloat16
     )

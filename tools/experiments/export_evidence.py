@@ -74,7 +74,9 @@ def main() -> int:
             else:
                 session.to_lora(folder, rank=int(name.split()[1]), base=str(args.model))
                 seconds = time.perf_counter() - began
-                exported = AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float32).merge_and_unload()
+                exported = AutoPeftModelForCausalLM.from_pretrained(
+                    folder, dtype=torch.float32
+                ).merge_and_unload()
             kept = Kept(rows.numel(), without, held, mean_loss(exported.eval(), rows, {}))
             table[name] = {
                 "loss": kept.exported,
