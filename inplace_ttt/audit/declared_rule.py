@@ -161,9 +161,8 @@ class DeclaredRule:
     def read(self, k: Tensor, total: Tensor, gram: Any) -> Tensor:
         """Returns the reads [n, d] of keys [n, r], without η."""
         if self.config.ridge is not None:
-            ridge = self.config.ridge + 8 * torch.finfo(state_dtype(self.dtype)).eps * float(
-                gram.detach().trace()
-            )
+            rounding = 8 * torch.finfo(state_dtype(self.dtype)).eps * float(gram.detach().trace())
+            ridge = max(self.config.ridge, rounding)
             return torch.linalg.solve(gram + ridge * torch.eye(len(gram), dtype=gram.dtype), k.T).T @ total.T
         if self.config.preserve_row_norms and self.eta:
             w0 = self.tensors["w0"]

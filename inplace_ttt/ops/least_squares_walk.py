@@ -114,9 +114,9 @@ class Walk:
         """Returns the tokens of a stretch, whose chunks read from one factor."""
         chunk = self.layout.chunk_size
         # a clip gives each chunk's write a factor of its own, which is known once the write is computed
-        if self.clip is not None or (for_gradients and not serve_gradients(self.k)):
+        if self.clip is not None or (for_gradients and not serve_gradients(self.k.device)):
             return chunk
-        return chunk * chunks_in_stretch(chunk, self.r)
+        return chunk * chunks_in_stretch(chunk, self.d, self.r, self.k.device)
 
     def forward(self) -> tuple[Tensor, Tensor | None]:
         out, states, stretch = torch.zeros_like(self.v), [], self.stretch()
@@ -157,8 +157,7 @@ class Walk:
         keys = self.of(self.k[row], group)
         if self.may_read(row, number, group):
             return self.factor(before, self.added(row, group)).solve(keys, *more)
-        added = self.added(row, group)
-        damped_by = damping(self.rule.ridge, torch.zeros_like(added), added)[:, None, None]
+        damped_by = damping(self.rule.ridge, self.added(row, group))[:, None, None]
         return tuple(x.to(self.dtype) / damped_by for x in (keys, *more))
 
     def inside(self, row: int, group: Group, solved: Tensor) -> Stretch:
@@ -225,7 +224,7 @@ class Walk:
                 seen = stretch.seen(grad, errors)
                 of_grads.append(product(seen, self.operand(directions), alpha=self.eta))
                 of_keys = of_keys - stretch.add(directions)
-            y[group.here], x[group.here] = of_keys.flatten(0, 1), torch.stack(of_grads).sum(0).flatten(0, 1)
+            y[group.here], x[group.here] = of_keys.flatten(0, 1), sum(of_grads[1:], of_grads[0]).flatten(0, 1)
 
     def through_sums(
         self,

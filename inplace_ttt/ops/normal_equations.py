@@ -66,20 +66,17 @@ class Factor:
         return product(Operand.of(half, beside), inverse).view(rows.shape)
 
 
-def damping(ridge: float, trace: Tensor, added: Tensor) -> Tensor:
-    """Returns λ [...] as it is added to a sum of KᵀK.
+def damping(ridge: float, trace: Tensor) -> Tensor:
+    """Returns λ [...] as it is added to a sum G of KᵀK.
 
-    It is at least λ + 8 ε tr G (1e-6 tr G in float32), a bound on the rounding error of G. Without this,
-    rounding would hide a small λ after one key was written a hundred thousand times. If keys are read beside
-    G before they are added to it, it is also at least 8 ε of their trace.
+    It is at least 8 ε tr G (1e-6 tr G in float32), a bound on the rounding error of G. A smaller λ would be
+    lost after one key was written a hundred thousand times.
 
     Args:
         ridge: λ.
         trace: Trace of G [...].
-        added: Trace [...] of the writes that are read before they are added to G, or zero.
     """
-    unit = 8 * torch.finfo(trace.dtype).eps
-    return torch.maximum(ridge + unit * trace, unit * added)
+    return (8 * torch.finfo(trace.dtype).eps * trace).clamp(min=ridge)
 
 
 def factor(
@@ -87,7 +84,7 @@ def factor(
 ) -> Factor:
     """Factors G + λI for G [..., r, r]. The factor is NaN where G + λI is not positive definite.
 
-    λ is increased as by `damping`. The gradient treats the increase as a constant.
+    λ is that of `damping`. The gradient treats it as a constant.
 
     On a CPU, sizes that would share few cache lines are padded by a few directions that no key uses.
 
@@ -95,11 +92,11 @@ def factor(
         gram: G, a sum of KᵀK.
         ridge: λ.
         beside: Dtype of the rows that will be solved (default: G's).
-        added: As for `damping`; None for zero.
+        added: Trace [...] of writes that are read before they are added to G; None for none.
     """
     by_inverse = by_products(gram)
     trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
-    damped_by = damping(ridge, trace, torch.zeros_like(trace) if added is None else added)
+    damped_by = damping(ridge, trace if added is None else trace + added)
     more = 8 if not by_inverse and gram.shape[-1] % _CROWDED == 0 and gram.device.type == "cpu" else 0
     damped = pad(gram, (0, more, 0, more)) if more else gram.clone(memory_format=torch.contiguous_format)
     damped.diagonal(dim1=-2, dim2=-1).add_(damped_by[..., None])

@@ -95,13 +95,12 @@ def _read(state: Tensor, rule: Rule) -> Tensor:
 
     Under the sum rule M is the state itself, the sum B of VᵀZ. Under the ridge rule M minimizes Σ ‖V - ZMᵀ‖²
     + λ‖M‖². The state then also holds the sum G of ZᵀZ below B, and M = B (G + λI)⁻¹ by the normal equations.
-    λ is increased by 8 ε tr G, a bound on the rounding error of G. The gradient treats the increase as a
-    constant.
+    λ is at least 8 ε tr G, a bound on the rounding error of G. The gradient treats it as a constant.
     """
     if not isinstance(rule, RidgeRule):
         return state
     width = state.shape[1]
     total, gram = state[:-width], state[-width:]
-    ridge = rule.ridge + 8 * torch.finfo(state.dtype).eps * float(gram.detach().trace())
+    ridge = max(rule.ridge, 8 * torch.finfo(state.dtype).eps * float(gram.detach().trace()))
     damped = (gram + gram.T) / 2 + ridge * torch.eye(width, dtype=state.dtype, device=state.device)
     return torch.linalg.solve(damped, total.T).T

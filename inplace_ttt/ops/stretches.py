@@ -17,6 +17,8 @@ The factor of [r, r] is needed once for all chunks of the stretch, and L [g, g] 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -28,21 +30,23 @@ _MOST = 512
 """Most tokens of a stretch."""
 
 
-def chunks_in_stretch(chunk_size: int, r: int) -> int:
-    """Returns the number of chunks that read from one factor: those of up to r / 2 tokens, at least one.
+def chunks_in_stretch(chunk_size: int, d: int, r: int, device: torch.device) -> int:
+    """Returns the number of chunks that read from one factor, at least one.
 
-    A factor takes r³ / 3 multiply-adds, and U takes g r for each token.
+    For a stretch of g tokens, the factor takes r³ / (3 g) multiply-adds per token, and the products with U
+    take about g (r + d). On a CPU, which factors at two thirds of its rate of products, g is at most where
+    the time is least. On a GPU products are far faster than a factor.
     """
-    return max(min(_MOST, r // 2) // chunk_size, 1)
+    most = _MOST if device.type != "cpu" else min(_MOST, math.isqrt(r**3 // (2 * (r + d))))
+    return max(most // chunk_size, 1)
 
 
-def serve_gradients(keys: Tensor) -> bool:
+def serve_gradients(device: torch.device) -> bool:
     """Returns True if gradients are computed by stretches too. Else they have one factor per chunk.
 
-    They need U's products twice more, which take as long on a CPU as the factors that they save. In float32,
-    the difference A - R W of large matrices loses one or two digits.
+    They need U's products twice more. On a CPU these take as long as the factors that they save.
     """
-    return keys.is_cuda and keys.dtype in (torch.bfloat16, torch.float16)
+    return device.type != "cpu"
 
 
 class Stretch:

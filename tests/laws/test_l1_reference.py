@@ -154,8 +154,8 @@ def test_least_squares_is_the_reference(
     """However many stretches go at once, of however many chunks, and with keys that are as wide as a CPU
     finds crowded."""
     monkeypatch.setattr(least_squares_walk, "chunks_together", lambda device, state_bytes: together)
-    monkeypatch.setattr(least_squares_walk, "chunks_in_stretch", lambda chunk_size, r: stretch)
-    monkeypatch.setattr(least_squares_walk, "serve_gradients", lambda keys: keys.dtype != torch.float32)
+    monkeypatch.setattr(least_squares_walk, "chunks_in_stretch", lambda *of: stretch)
+    monkeypatch.setattr(least_squares_walk, "serve_gradients", lambda device: True)
     monkeypatch.setattr(normal_equations, "_CROWDED", H if together == 1 else 512)
     for case in CASES[together % 3 :: 3]:
         check_least_squares(layout_of(documents, chunk_size), dtype, case, gated)
@@ -169,8 +169,8 @@ def test_least_squares_as_on_a_gpu(
     """Several chunks at once, by inverse factors and with float32 in halves: the kernels' part through their
     interpreter."""
     monkeypatch.setattr(least_squares_walk, "chunks_together", lambda device, state_bytes: 3)
-    monkeypatch.setattr(least_squares_walk, "chunks_in_stretch", lambda chunk_size, r: 2)
-    monkeypatch.setattr(least_squares_walk, "serve_gradients", lambda keys: keys.dtype != torch.float32)
+    monkeypatch.setattr(least_squares_walk, "chunks_in_stretch", lambda *of: 2)
+    monkeypatch.setattr(least_squares_walk, "serve_gradients", lambda device: True)
     for module in (normal_equations, stretches):
         monkeypatch.setattr(module, "by_products", lambda gram: True)
     monkeypatch.setattr(

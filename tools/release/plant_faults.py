@@ -61,7 +61,7 @@ FAULTS = (
           "return factor * (d_clipped - along * delta)", "return factor * d_clipped", _LAWS),
     Fault("G gets no gradient's other half", "ops/least_squares_walk.py",
           "product(keys, of_g) + product(keys, of_g.mT)", "2 * product(keys, of_g)", _LAWS),
-    Fault("λ is doubled", "ops/normal_equations.py", "torch.maximum(ridge + unit", "torch.maximum(2 * ridge + unit", _LAWS),
+    Fault("λ is doubled", "ops/normal_equations.py", "clamp(min=ridge)", "clamp(min=2 * ridge)", _LAWS),
     Fault("row norms are those of S", "ops/norms.py", "total = w0 + eta * state\n    return (row", "total = state\n    return (row",
           "tests/laws/test_l1_norms.py"),
     Fault("taps cross the chunk's border", "ops/conv.py",
