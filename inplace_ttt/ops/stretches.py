@@ -35,9 +35,11 @@ def chunks_in_stretch(chunk_size: int, d: int, r: int, device: torch.device) -> 
 
     For a stretch of g tokens, the factor takes r³ / (3 g) multiply-adds per token, and the products with U
     take about g (r + d). On a CPU, which factors at two thirds of its rate of products, g is at most where
-    the time is least. On a GPU products are far faster than a factor.
+    the time is least. On a GPU products are far faster than a factor, and g is at most r / 2.
     """
-    most = _MOST if device.type != "cpu" else min(_MOST, math.isqrt(r**3 // (2 * (r + d))))
+    most = min(_MOST, r // 2)
+    if device.type == "cpu":
+        most = min(most, math.isqrt(r**3 // (2 * (r + d))))
     return max(most // chunk_size, 1)
 
 
