@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 from ..errors import InPlaceTTTError
 from ..layout import ChunkLayout, Span
 from ..rules import RidgeRule, Rule, SumRule
-from . import chunked, compiled, least_squares, normal_equations, row_norms, triton
+from . import chunked, chunked_sums, compiled, least_squares, normal_equations, row_norms, triton
 from .compiled import TracedLayout
 
 Backend = Literal["auto", "reference", "chunked", "triton"]
@@ -105,7 +105,7 @@ def _sum_of_sums(
     clip: float | Tensor | None,
     gate: None,
 ) -> Tensor:
-    return chunked.sum_of_writes(z, v, spans, layout=layout, clip=clip, rule=rule)
+    return chunked_sums.sum_of_writes(z, v, spans, layout=layout, clip=clip, rule=rule)
 
 
 _FORMS: dict[type[Rule], Form] = {

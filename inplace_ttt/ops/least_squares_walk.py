@@ -23,56 +23,15 @@ from torch import Tensor
 
 from ..layout import ChunkLayout, Span
 from ..rules import RidgeRule
+from .groups import Group, chunks_together, groups
 from .normal_equations import Factor, damping, factor
 from .precision import state_dtype
 from .products import Operand, product
 from .reference import clip_factor
 from .stretches import Stretch, chunks_in_stretch, serve_gradients
 
-_SUMS_BYTES = 1 << 29
-"""Bytes of a GPU's memory for the sums of the chunks of one batch.
-
-Their gradients, factors and parts need four times as much in addition.
-"""
-
-
-def chunks_together(device: torch.device, state_bytes: int) -> int:
-    """Returns the number of chunks whose products and factorizations are computed in one batch.
-
-    It is one on a CPU, since a single chunk keeps a CPU busy. On a GPU it is the number of states of
-    `state_bytes` bytes that fit into the memory limit.
-    """
-    return 1 if device.type == "cpu" else max(_SUMS_BYTES // state_bytes, 1)
-
-
 _Step = tuple[Tensor | Operand, Tensor | Operand, float]
 """Two matrices [n, ·, ·] and the number that multiplies their product."""
-
-
-@dataclass(frozen=True)
-class Group:
-    """Consecutive parts of a document, of equal length.
-
-    Attributes:
-        start: first token.
-        stop: end of its tokens.
-        parts: number of parts; 1 if the group ends with an incomplete chunk.
-        written: end of the tokens of its complete chunks.
-    """
-
-    start: int
-    stop: int
-    parts: int
-    written: int
-
-    @property
-    def here(self) -> slice:
-        return slice(self.start, self.stop)
-
-    @property
-    def is_complete(self) -> bool:
-        """True if the group holds a complete chunk."""
-        return self.written > self.start
 
 
 @dataclass(frozen=True)
@@ -340,19 +299,8 @@ class Walk:
         return state
 
     def groups(self, document: Span, size: int) -> Iterator[Group]:
-        """Yields a document's groups in order, with parts of `size` tokens.
-
-        The first part forms its own group, because it may have nothing to read. So do the tokens that are
-        left after the last part.
-        """
-        start, stop = document
-        together = 1
-        while stop - start >= size:
-            n = min(together, (stop - start) // size)
-            yield Group(start, start + n * size, n, start + n * size)
-            start, together = start + n * size, self.together
-        if start < stop:
-            yield Group(start, stop, 1, stop - (stop - start) % self.layout.chunk_size)
+        """Yields a document's groups in order, with parts of `size` tokens."""
+        return groups(document, size, self.layout.chunk_size, self.together)
 
     def start(self, row: int, number: int) -> Tensor:
         """Returns the sums at a document's first token."""
