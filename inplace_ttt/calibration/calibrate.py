@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -179,10 +179,11 @@ class BaseToMeasure:
         """Converts the base, and returns the calibrated tensors of a fresh conversion, by layer index."""
         model = convert(self.model, config)
         calibrate(model, rows, progress=True)
-        return {
-            i: {kind: x.to("cpu", self.dtype) for kind, x in layer.ttt.state_dict().items()}
-            for i, layer in fast_weights(model).items()
-        }
+        return self.to_save({i: layer.ttt.state_dict() for i, layer in fast_weights(model).items()})
+
+    def to_save(self, tensors: Mapping[int, Mapping[str, Tensor]]) -> LayerTensors:
+        """Returns tensors by layer index and name as they are saved: on the CPU, in the base's dtype."""
+        return {i: {kind: x.to("cpu", self.dtype) for kind, x in of.items()} for i, of in tensors.items()}
 
 
 def _mean_embedding(model: Any) -> Tensor:

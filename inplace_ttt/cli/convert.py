@@ -105,12 +105,16 @@ def _new_tensors(
     """
     if rows is None:
         return plan, initial_tensors(checkpoint, plan), None
-    base, texts, choice = BaseToMeasure.load(checkpoint, device), [row for _, row in rows], None
+    base, texts = BaseToMeasure.load(checkpoint, device), [row for _, row in rows]
     if plan.config.target == "gradient" and (to_try := open_choices(args)) is not None:
-        best, tried = choose(base.model, plan.config, texts, **to_try, progress=True)
-        plan = plan_conversion(checkpoint, dataclasses.replace(plan.config, layers=best.layers, eta=best.eta))
-        choice = {"tried": [dataclasses.asdict(one) for one in tried], "taken": tried.index(best)}
-    return plan, base.new_tensors(plan.config, texts), choice
+        found = choose(base.model, plan.config, texts, **to_try, progress=True)
+        chosen = dataclasses.replace(plan.config, layers=found.best.layers, eta=found.best.eta)
+        choice = {
+            "tried": [dataclasses.asdict(one) for one in found.tried],
+            "taken": found.tried.index(found.best),
+        }
+        return plan_conversion(checkpoint, chosen), base.to_save(found.tensors), choice
+    return plan, base.new_tensors(plan.config, texts), None
 
 
 def _rows_to_calibrate_on(

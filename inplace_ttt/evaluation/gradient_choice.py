@@ -60,6 +60,21 @@ class Tried:
         return self.worst > 0
 
 
+@dataclass(frozen=True)
+class Choice:
+    """The choice that is taken.
+
+    Attributes:
+        best: it and its effect.
+        tried: all choices that were tried, in order.
+        tensors: the calibrated tensors of its layers, by layer index and name.
+    """
+
+    best: Tried
+    tried: list[Tried]
+    tensors: dict[int, dict[str, Tensor]]
+
+
 def least_tokens(config: InPlaceTTTConfig) -> int:
     """Returns the tokens of the shortest text that holds a passage of one chunk twice, beyond a window."""
     return 4 * config.chunk_size + _BEGINNING
@@ -73,8 +88,8 @@ def choose(
     layers: Sequence[str | tuple[int, ...]] = LAYERS,
     etas: Sequence[float] = ETAS,
     progress: bool = False,
-) -> tuple[Tried, list[Tried]]:
-    """Returns the best choice of layers and η, and all choices that were tried, in order.
+) -> Choice:
+    """Returns the best choice of layers and η.
 
     Args:
         model: a model that is not converted; it is unchanged afterwards.
@@ -124,9 +139,8 @@ def choose(
                 if tried[-1].harms:
                     break
     harmless = [one for one in tried if not one.harms]
-    return (
-        min(harmless, key=lambda one: one.again) if harmless else min(tried, key=lambda one: one.text)
-    ), tried
+    best = min(harmless, key=lambda one: one.again) if harmless else min(tried, key=lambda one: one.text)
+    return Choice(best, tried, {index: known[index] for index in best.layers})
 
 
 def table(best: Tried, tried: Sequence[Tried]) -> list[str]:

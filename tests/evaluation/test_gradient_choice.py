@@ -12,7 +12,7 @@ from models import random_ids
 from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, calibrate, convert
 from inplace_ttt.evaluation.gradient_choice import Tried, choose, table
 from inplace_ttt.evaluation.token_losses import token_losses
-from inplace_ttt.surgery import is_converted
+from inplace_ttt.surgery import fast_weights, is_converted
 from inplace_ttt.tasks.passages import Passage
 
 CONFIG = InPlaceTTTConfig(chunk_size=16, target="gradient")
@@ -24,7 +24,8 @@ def test_a_choice_is_what_it_changes_of_the_losses() -> None:
     """Measured anew by a plain conversion; the model that was given is as before."""
     model = build("llama").eval()
     before = copy.deepcopy(model.state_dict())
-    best, tried = choose(model, CONFIG, ROWS, **HOW)
+    found = choose(model, CONFIG, ROWS, **HOW)
+    best, tried = found.best, found.tried
     assert not is_converted(model) and all(
         torch.equal(x, before[name]) for name, x in model.state_dict().items()
     )
@@ -39,10 +40,16 @@ def test_a_choice_is_what_it_changes_of_the_losses() -> None:
         assert float(change[:, 40:103].mean()) == pytest.approx(one.text, abs=1e-5)
         assert float(change[:, 104:135].mean()) == pytest.approx(one.again, abs=1e-5)
         assert one.worst >= one.text
+        if one is best:
+            assert found.tensors.keys() == fast_weights(other).keys()
+            for index, layer in fast_weights(other).items():
+                assert found.tensors[index].keys() == layer.ttt.state_dict().keys()
+                for name, x in layer.ttt.state_dict().items():
+                    torch.testing.assert_close(found.tensors[index][name], x)
 
 
 def test_a_set_of_layers_is_left_at_the_first_harm() -> None:
-    _, tried = choose(build("llama").eval(), CONFIG, ROWS, **HOW)
+    tried = choose(build("llama").eval(), CONFIG, ROWS, **HOW).tried
     for one, after in itertools.pairwise(tried):
         assert after.layers != one.layers or not one.harms
 
