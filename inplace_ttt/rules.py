@@ -196,16 +196,19 @@ class RidgeRule(Rule):
 
     def multiply_adds(self, d: int, r: int, chunk: int, forwards: int, *, in_one_product: bool) -> float:
         # The forward sums, factors, solves and reads. The backward repeats this, and computes the gradients.
-        sums, factor = (d + r) * r, r**3 / (6 * chunk)
-        return (
-            forwards * (sums + factor + r * r + d * r)
-            + sums
-            + factor
-            + d * r
-            + 2 * r * r
-            + 3 * d * r
-            + 2 * r * r
-        )
+        g = tokens_per_factor(chunk, r)
+        sums, factor = (d + r) * r, r**3 / (6 * g)
+        forward = sums + factor + r * r + d * r
+        backward = sums + factor + d * r + 2 * r * r + 3 * d * r + 2 * r * r
+        if g > chunk:  # the reads inside a stretch (ops/stretches.py)
+            forward += g * r + g * g / 6 + 1.5 * g * d
+            backward += 3.5 * g * r + g * g / 6 + 1.5 * g * d + d * r
+        return forwards * forward + backward
+
+
+def tokens_per_factor(chunk: int, r: int) -> int:
+    """Returns the tokens of the chunks that read from one factor [r, r]: at most 512, and at most r / 2."""
+    return max(min(512, r // 2) // chunk, 1) * chunk
 
 
 PAPER_RULE = SumRule()

@@ -22,22 +22,20 @@ import math
 import torch
 from torch import Tensor
 
+from ..rules import tokens_per_factor
 from . import triton
 from .normal_equations import by_products
 from .products import Operand, product
-
-_MOST = 512
-"""Most tokens of a stretch."""
 
 
 def chunks_in_stretch(chunk_size: int, d: int, r: int, device: torch.device) -> int:
     """Returns the number of chunks that read from one factor, at least one.
 
-    For a stretch of g tokens, the factor takes r³ / (3 g) multiply-adds per token, and the products with U
-    take about g (r + d). On a CPU, which factors at two thirds of its rate of products, g is at most where
-    the time is least. On a GPU products are far faster than a factor, and g is at most r / 2.
+    On a CPU there may be fewer than `tokens_per_factor`. For g tokens, the factor takes r³ / (3 g)
+    multiply-adds per token, and the products with U take about g (r + d). A CPU factors at two thirds of its
+    rate of products, so g is at most where this time is least.
     """
-    most = min(_MOST, r // 2)
+    most = tokens_per_factor(chunk_size, r)
     if device.type == "cpu":
         most = min(most, math.isqrt(r**3 // (2 * (r + d))))
     return max(most // chunk_size, 1)
