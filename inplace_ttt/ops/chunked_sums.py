@@ -1,4 +1,8 @@
-"""The sum of a rank's writes, which ranks exchange. It reads nothing, so one product computes it."""
+"""The sum of a rank's writes, which ranks exchange.
+
+Nothing is read, so one product computes the sum. Chunks are added one by one if each write has its own
+factor.
+"""
 
 from __future__ import annotations
 

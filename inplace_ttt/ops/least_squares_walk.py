@@ -104,8 +104,8 @@ class Walk:
         (solved,) = self.solved(row, number, group, before)
         read = product(self.operand(solved), self.operand(before[:, : self.d]).mT) if may_read else None
         if has_inside:
-            stretch = self.inside(row, group, solved)
-            inside = stretch.add(stretch.errors(self.of(self.v[row], group), read))
+            stretch = self.stretch_of(row, group, solved)
+            inside = stretch.inside(stretch.errors(self.of(self.v[row], group), read))
             read = inside if read is None else read.add_(inside)
         return read
 
@@ -119,7 +119,7 @@ class Walk:
         damped_by = damping(self.rule.ridge, self.added(row, group))[:, None, None]
         return tuple(x.to(self.dtype) / damped_by for x in (keys, *more))
 
-    def inside(self, row: int, group: Group, solved: Tensor) -> Stretch:
+    def stretch_of(self, row: int, group: Group, solved: Tensor) -> Stretch:
         counts = None if self.gate is None else self.of(self.gate[row], group)[..., None]
         return Stretch(self.of(self.k[row], group), solved, counts, self.layout.chunk_size)
 
@@ -128,7 +128,7 @@ class Walk:
         return (group.stop - group.start) // group.parts > self.layout.chunk_size
 
     def added(self, row: int, group: Group) -> Tensor:
-        """Returns the trace [n] of what each part adds to G, if its own chunks read that, else 0."""
+        """Returns the trace [n] of each part's KᵀK if chunks of the part read it, else 0."""
         if not self.reads_inside(group):
             return self.k.new_zeros(group.parts, dtype=self.dtype)
         squares = self.of(self.k[row], group).to(self.dtype).square().sum(-1)
@@ -177,12 +177,12 @@ class Walk:
             wanted = [product(grad, sums, alpha=self.eta)] if may_read else []
             of_keys, *of_grads = self.solved(row, number, group, before, *wanted)
             if has_inside:
-                stretch = self.inside(row, group, of_keys)
+                stretch = self.stretch_of(row, group, of_keys)
                 read = product(self.operand(of_keys), sums.mT) if may_read else None
                 errors, directions = stretch.errors(self.of(self.v[row], group), read), stretch.directions()
                 seen = stretch.seen(grad, errors)
                 of_grads.append(product(seen, self.operand(directions), alpha=self.eta))
-                of_keys = of_keys - stretch.add(directions)
+                of_keys = of_keys - stretch.inside(directions)
             y[group.here], x[group.here] = of_keys.flatten(0, 1), sum(of_grads[1:], of_grads[0]).flatten(0, 1)
 
     def through_sums(

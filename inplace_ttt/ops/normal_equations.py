@@ -103,11 +103,18 @@ def factor(
     if by_inverse:
         inverse = triton.inverse_factor(damped.view(-1, *damped.shape[-2:]))
         return Factor(Operand.of(inverse, beside or gram.dtype))
+    return Factor(cholesky(damped))
+
+
+def cholesky(matrix: Tensor) -> Tensor:
+    """Returns the Cholesky factor L [..., n, n]. Where there is none, its diagonal is NaN.
+
+    Every solution is NaN then, because a solve divides by each diagonal entry.
+    """
     # the host does not read `failed`, because it would have to wait for the GPU
-    matrix, failed = torch.linalg.cholesky_ex(damped)
-    # a NaN on the diagonal makes every solution NaN, because a solve divides by each diagonal entry
-    matrix.diagonal(dim1=-2, dim2=-1).add_(torch.where(failed == 0, 0.0, torch.nan)[..., None])
-    return Factor(matrix)
+    lower, failed = torch.linalg.cholesky_ex(matrix)
+    lower.diagonal(dim1=-2, dim2=-1).add_(torch.where(failed == 0, 0.0, torch.nan)[..., None])
+    return lower
 
 
 def readout(state: Tensor, rule: RidgeRule) -> Tensor:

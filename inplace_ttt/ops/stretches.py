@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..rules import tokens_per_factor
 from . import triton
-from .normal_equations import by_products
+from .normal_equations import by_products, cholesky
 from .products import Operand, product
 
 
@@ -74,8 +74,7 @@ class Stretch:
             self.inverse = self._operand(triton.inverse_factor(gram))
             reads = product(self._operand(across), self.inverse.mT)
         else:
-            self.lower, failed = torch.linalg.cholesky_ex(gram)
-            self.lower.diagonal(dim1=-2, dim2=-1).add_(torch.where(failed == 0, 0.0, torch.nan)[..., None])
+            self.lower = cholesky(gram)
             # U L⁻ᵀ = L - L⁻ᵀ without weights, and L⁻ᵀ is zero at earlier chunks
             reads = (
                 self.lower
@@ -92,9 +91,9 @@ class Stretch:
         """Returns W [n, g, r]."""
         return self._through(self.solved)
 
-    def add(self, of: Tensor, alpha: float = 1.0) -> Tensor:
-        """Returns alpha · R times F or W."""
-        return product(self.reads, self._operand(of), alpha=alpha)
+    def inside(self, of: Tensor) -> Tensor:
+        """Returns R times F or W."""
+        return product(self.reads, self._operand(of))
 
     def seen(self, grad: Tensor, errors: Tensor) -> Operand:
         """Returns dO Fᵀ [n, g, g] at earlier chunks, else 0, for gradients dO [n, g, d] and F."""
