@@ -53,7 +53,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--gate",
         action="store_true",
-        help="run every law and each kind of case alone; check the time per folder",
+        help="run every law and each kind of case alone; print the time per folder",
     )
 
 
@@ -143,9 +143,10 @@ def _combinations(case: tuple[Any, ...], strength: int) -> Iterator[Any]:
 
 
 class Clock:
-    """Adds the seconds of tests by folder; the gate fails where a folder is over its budget.
+    """Adds the seconds of tests by folder, and names the folders that are over their budgets.
 
-    On a slower machine every folder may take more, by as much as all of them together do.
+    On a slower machine every folder may take more, by as much as all of them together do. The clock fails no
+    test: processors differ in their instructions, so that one folder can be slower than the others.
     """
 
     def __init__(self) -> None:
@@ -154,10 +155,6 @@ class Clock:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         folder = Path(report.nodeid.partition("::")[0]).parent.name
         self.seconds[folder] += report.duration
-
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if self.over() and session.exitstatus == 0:
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         terminalreporter.section("seconds per folder")
