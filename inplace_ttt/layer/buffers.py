@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -197,9 +197,25 @@ class OpenChunks:
     def put(self, row: int, first: int, *new: Tensor) -> None:
         """Stores tokens [n, h] and [n, d] in the open chunk of `row`, from position `first` on."""
         last = first + len(new[0])
-        self.held = tuple(self._with_room(i, like, last) for i, like in enumerate(new))
+        self._grow(last, new)
         for buffer, tensor in zip(self.held, new, strict=True):
             buffer[row, first:last] = tensor
+
+    def put_each(self, where: Sequence[tuple[int, int, int]], *new: Tensor) -> None:
+        """Stores one token of each of several rows.
+
+        Args:
+            where: for each token, its index in `new`, its row, and its position in the row's open chunk.
+            new: tokens [N, h] and [N, d].
+        """
+        if len(where) == 1:
+            [(place, row, position)] = where
+            self.put(row, position, *(tensor[place : place + 1] for tensor in new))
+            return
+        self._grow(max(position for _, _, position in where) + 1, new)
+        places, rows, positions = torch.tensor(where, device=new[0].device).unbind(1)
+        for buffer, tensor in zip(self.held, new, strict=True):
+            buffer[rows, positions] = tensor[places]
 
     def followed_by(self, row: int, filled: int, *new: Tensor) -> tuple[Tensor, ...]:
         """Returns the first `filled` tokens of a row's open chunk, followed by the new ones."""
@@ -211,6 +227,9 @@ class OpenChunks:
             if filled
             else new
         )
+
+    def _grow(self, rows: int, new: Sequence[Tensor]) -> None:
+        self.held = tuple(self._with_room(i, like, rows) for i, like in enumerate(new))
 
     def _with_room(self, which: int, like: Tensor, rows: int) -> Tensor:
         buffer = self.held[which] if self.held else None

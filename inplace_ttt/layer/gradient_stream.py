@@ -18,7 +18,8 @@ from ..errors import InPlaceTTTError
 from ..layout import ChunkLayout, Span
 from ..ops import state_dtype
 from .buffers import State
-from .stream import FastWeightStream, _Row, _Undo
+from .rows import Row, Undo
+from .stream import FastWeightStream
 
 
 @dataclass
@@ -167,7 +168,7 @@ class GradientStream(FastWeightStream):
         for place, row in enumerate(rows):
             held = self.rows[row]
             ids, positions = (buffer[row, : self.chunk_size].clone() for buffer in self._open.held)
-            held.undo = _Undo(before[place] if before is not None and held.written else None, ids, positions)
+            held.undo = Undo(before[place] if before is not None and held.written else None, ids, positions)
             held.filled, held.written = 0, held.written + 1
 
     @classmethod
@@ -176,7 +177,7 @@ class GradientStream(FastWeightStream):
     ) -> GradientStream:
         counts = tensors["counts"].tolist()
         stream = cls(len(counts[0]), config.chunk_size, config.update_on_decode, config.rule)
-        stream.rows = [_Row(*row) for row in zip(*counts, strict=True)]
+        stream.rows = [Row(*row) for row in zip(*counts, strict=True)]
         if "z" in tensors:
             stream._open.held = tensors["z"], tensors["x"]
         if "state" in tensors:

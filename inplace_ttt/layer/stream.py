@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..config import InPlaceTTTConfig
 from ..errors import InPlaceTTTError
-from ..layout import ChunkLayout, Span
+from ..layout import Span
 from ..ops import state_dtype
 from ..rules import PAPER_RULE, Rule
-from .buffers import OpenChunks, Reader, State
+from .buffers import OpenChunks, State
+from .rows import ChunkRows, Row, StreamedLayer
 
 _UNDO_REACH = 128
 """Number of later tokens from which a written chunk can no longer be cropped.
@@ -23,42 +22,7 @@ The limit does not apply while one forward reads all these tokens.
 """
 
 
-class StreamedLayer(Reader, Protocol):
-    """The parts of a layer that a stream uses."""
-
-    def write(
-        self, z: Tensor, x: Tensor, layout: ChunkLayout, state: Tensor | None, *, reads: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Returns the reads (only if `reads`) and the new states, as `FastWeight.write` does."""
-
-
-@dataclass
-class _Undo:
-    """A row's state before its last write, and the Z and X (or ids and positions) of the chunk written."""
-
-    state: Tensor | None
-    z: Tensor
-    x: Tensor
-
-
-@dataclass
-class _Row:
-    """The position of one sequence.
-
-    Attributes:
-        filled: tokens in the open chunk.
-        written: chunks written.
-        unbroken: tokens since padding, or since tokens that the stream did not receive.
-        undo: the row before its last write, while that write can be undone.
-    """
-
-    filled: int = 0
-    written: int = 0
-    unbroken: int = 0
-    undo: _Undo | None = None
-
-
-class FastWeightStream:
+class FastWeightStream(ChunkRows):
     """The stream of one layer. Per sequence it holds the state S, the open chunk, and the undo of a write.
 
     Args:
@@ -71,11 +35,8 @@ class FastWeightStream:
     def __init__(
         self, batch: int, chunk_size: int, update_on_decode: bool = True, rule: Rule = PAPER_RULE
     ) -> None:
-        self.chunk_size, self.update_on_decode, self.rule = chunk_size, update_on_decode, rule
-        self.rows = [_Row() for _ in range(batch)]
-        self._open = OpenChunks(batch, chunk_size)
-        self._state: State | None = None
-        self._abandoned = False
+        super().__init__(batch, chunk_size, rule)
+        self.update_on_decode, self._abandoned = update_on_decode, False
 
     @classmethod
     def of(cls, config: InPlaceTTTConfig, batch: int) -> FastWeightStream:
@@ -166,91 +127,14 @@ class FastWeightStream:
         for row, (start, stop) in zip(self.rows, spans, strict=True):
             unbroken = stop - start + (row.unbroken if start == 0 else 0)
             row.unbroken = unbroken if stop == z.shape[1] else 0
-        if all(
-            row.filled + stop - start <= self.chunk_size
-            for row, (start, stop) in zip(self.rows, spans, strict=True)
-        ):
-            self._read(out, z, layer, whole=all(stop - start == self.chunk_size for start, stop in spans))
-            for index, (start, stop) in enumerate(spans):
-                if start < stop:
-                    self._take(index, z[index, start:stop], x[index, start:stop], layer, undoable=True)
-            return out
-        # First the open chunks are filled, then whole chunks of all rows are read together. At last comes
-        # each row's last whole chunk, whose write can be undone, and the tokens after it.
-        whole = []
-        for index, (start, stop) in enumerate(spans):
-            opened = min(start + -self.rows[index].filled % self.chunk_size, stop)
-            self._take_span(out, z, x, index, (start, opened), stop, layer)
-            whole.append((opened, opened + max((stop - opened) // self.chunk_size - 1, 0) * self.chunk_size))
-        if any(start < stop for start, stop in whole):
-            self._take_whole(out, z, x, whole, layer)
-        for index, ((_, start), (_, stop)) in enumerate(zip(whole, spans, strict=True)):
-            self._take_span(out, z, x, index, (start, stop), stop, layer)
+        # without `update_on_decode` every crop is refused
+        self._advance(out, z, x, spans, layer, undoable=self.update_on_decode)
         return out
 
     def _drop_old_undos(self) -> None:
         # An undo needs as much memory as the state. Assisted decoding rejects guesses within a few tokens.
         for row in self.rows:
             row.undo = row.undo if row.filled <= _UNDO_REACH and row.filled < row.unbroken else None
-
-    def _read(
-        self, out: Tensor, z: Tensor, layer: StreamedLayer, row: int | None = None, *, whole: bool = False
-    ) -> None:
-        """Adds the reads to `out`. `whole` is True if the tokens are a whole chunk of each row read."""
-        if self._state is not None:
-            self._state.add_read(out, z, layer, row, whole=whole)
-
-    def _take_span(
-        self, out: Tensor, z: Tensor, x: Tensor, row: int, span: Span, last: int, layer: StreamedLayer
-    ) -> None:
-        """Reads a span of a row and adds its tokens, chunk by chunk. The row's tokens end at `last`."""
-        start, stop = span
-        while start < stop:
-            end = min(start + self.chunk_size - self.rows[row].filled, stop)
-            self._read(
-                out[row : row + 1, start:end],
-                z[row : row + 1, start:end],
-                layer,
-                row,
-                whole=end - start == self.chunk_size,
-            )
-            self._take(
-                row, z[row, start:end], x[row, start:end], layer, undoable=last - end < self.chunk_size
-            )
-            start = end
-
-    def _take_whole(self, out: Tensor, z: Tensor, x: Tensor, spans: list[Span], layer: StreamedLayer) -> None:
-        """Reads and writes spans of whole chunks, all rows at once. These writes cannot be undone."""
-        documents = tuple((span,) if span[0] < span[1] else () for span in spans)
-        read, state = layer.write(
-            z, x, ChunkLayout.shared(documents, z.shape[1], self.chunk_size), self.state, reads=True
-        )
-        out += read.to(out.dtype)
-        self._state = State(state, self.rule)
-        for row, (start, stop) in zip(self.rows, spans, strict=True):
-            row.written += (stop - start) // self.chunk_size
-
-    def _take(self, index: int, z: Tensor, x: Tensor, layer: StreamedLayer, undoable: bool) -> None:
-        """Adds tokens [n, h] and [n, d] to a row's open chunk, and writes the chunk if it is complete."""
-        row = self.rows[index]
-        if row.filled + len(z) < self.chunk_size:
-            self._open.put(index, row.filled, z, x)
-            row.filled += len(z)
-            return
-        z, x = self._open.followed_by(index, row.filled, z, x)
-        before = None if self._state is None else self._state.value[index]
-        chunk = ChunkLayout.shared((((0, self.chunk_size),),), self.chunk_size, self.chunk_size)
-        after = layer.write(z[None], x[None], chunk, None if before is None else before[None], reads=False)[
-            1
-        ][0]
-        if undoable and self.update_on_decode:  # without `update_on_decode` every crop is refused
-            row.undo = _Undo(
-                before.clone() if before is not None and row.written else None, z.clone(), x.clone()
-            )
-        if self._state is None:
-            self._state = State(after.new_zeros(self.batch, *after.shape), self.rule)
-        self._state.put(index, after)
-        row.filled, row.written = 0, row.written + 1
 
     def _thaw(self) -> None:
         """Copies tensors made under torch.inference_mode(), which cannot be changed outside of it."""
@@ -297,7 +181,7 @@ class FastWeightStream:
             return
         for index, (row, held, n) in enumerate(zip(self.rows, self.tokens, back, strict=True)):
             if n == held:
-                self.rows[index] = _Row()
+                self.rows[index] = Row()
                 if self._state is not None:
                     self._state.put(index, None)
                 continue
@@ -372,7 +256,7 @@ class FastWeightStream:
             value = other.state if self.state is None else self.state + other.state
             self._state = State(value, self.rule)
         counts = [row.written + theirs.written for row, theirs in zip(self.rows, other.rows, strict=True)]
-        self.rows = [_Row(written=written) for written in counts]
+        self.rows = [Row(written=written) for written in counts]
         self._open = OpenChunks(self.batch, self.chunk_size)
 
     @property
@@ -406,7 +290,7 @@ class FastWeightStream:
         """
         counts = tensors["counts"].tolist()
         stream = cls.of(config, len(counts[0]))
-        stream.rows = [_Row(*row) for row in zip(*counts, strict=True)]
+        stream.rows = [Row(*row) for row in zip(*counts, strict=True)]
         if "z" in tensors:
             stream._open.held = tensors["z"].to(dtype), tensors["x"].to(dtype)
         if "state" in tensors:

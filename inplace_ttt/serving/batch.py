@@ -117,7 +117,9 @@ class Batch(LogitsProcessor):
         return {layer.fast.layer: layer for layer in self._context.values() if isinstance(layer, FastWeight)}
 
     def _snapshot(self, slot: int, tokens: int) -> Snapshot:
-        return Snapshot.of({index: layer.slots for index, layer in self.fast_weights.items()}, slot, tokens)
+        """Copies a slot's content after `tokens` tokens."""
+        held = {index: layer.slots.held(slot, tokens) for index, layer in self.fast_weights.items()}
+        return Snapshot(held, tokens)
 
     def _keeping(self, name: str) -> list[Row]:
         return [row for row in self.rows.values() if row.settings.keep == name]

@@ -75,14 +75,7 @@ class FastRowParallelLinear(FastWeight, RowParallelLinear):
         for request in step.requests:
             if request.restores is not None:
                 self.slots.restore(request.slot, request.restores.layers[self.fast.layer])
-        keys = self.keys(z)
-        if step.single:
-            self.slots.advance_each(
-                out, keys, x, [(request.start, request.slot, request.seen) for request in step.single], self
-            )
-        for request in step.longer:
-            part = slice(request.start, request.stop)
-            self.slots.advance(out[part], keys[part], x[part], request.slot, request.seen, self)
+        self.slots.advance(out, self.keys(z), x, step.requests, self)
 
     def note_norm(self) -> None:
         """Keeps ‖W0‖ for a relative clip, after the weights are loaded."""

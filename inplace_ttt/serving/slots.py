@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from ..config import InPlaceTTTConfig
 from ..layer.buffers import State
-from ..layer.stream import StreamedLayer
-from ..layout import ChunkLayout
+from ..layer.rows import ChunkRows, Row, StreamedLayer
+from .steps import Tokens
 
 
-class Slots:
+class Slots(ChunkRows):
     """The states, and the open chunks' keys and target sources, of all slots of one layer.
 
     A request's number of chunks and of tokens in the open chunk follow from the number of tokens read. So a
@@ -27,33 +27,31 @@ class Slots:
 
     Attributes:
         writes: False if requests only read states. Open chunks are left out then.
-        state: the states [slots, ·, r], and the matrices [slots, d, r] that reads use.
-        keys: keys of the open chunks [slots, C, r].
-        sources: target sources of the open chunks [slots, C, d].
     """
 
     def __init__(
         self, slots: int, config: InPlaceTTTConfig, d: int, h: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.chunk_size, self.writes = config.chunk_size, config.target != "gradient"
+        super().__init__(slots, config.chunk_size, config.rule)
+        self.writes = config.target != "gradient"
         rows, width = config.state_shape(d, h)
-        self.state = State.empty(slots, (rows, width), d, dtype, config.rule, device)
+        self._state: State = State.empty(slots, (rows, width), d, dtype, config.rule, device)
         room = self.chunk_size if self.writes else 0
-        self.keys = torch.zeros(slots, room, width, dtype=dtype, device=device)
-        self.sources = torch.zeros(slots, room, d, dtype=dtype, device=device)
+        # keys [slots, C, r], and the target source [slots, C, d]
+        self._open.held = tuple(torch.zeros(slots, room, n, dtype=dtype, device=device) for n in (width, d))
 
     @property
     def nbytes(self) -> int:
         """Bytes per slot."""
-        return self.state.row_bytes + self.keys[0].nbytes + self.sources[0].nbytes
+        return self._state.row_bytes + sum(buffer[0].nbytes for buffer in self._open.held)
 
     def copy(self, source: int, slot: int, seen: int) -> None:
         """Copies a slot's content after `seen` tokens, from slot `source` to slot `slot`."""
         written, filled = divmod(seen, self.chunk_size)
         if written:
-            self.state.copy_row(source, slot)
-        for tensor in (self.keys, self.sources):
-            tensor[slot, :filled] = tensor[source, :filled]
+            self._state.copy_row(source, slot)
+        for buffer in self._open.held:
+            buffer[slot, :filled] = buffer[source, :filled]
 
     def held(self, slot: int, seen: int) -> dict[str, Tensor]:
         """Returns copies in host memory of a slot's content after `seen` tokens.
@@ -63,110 +61,63 @@ class Slots:
         written, filled = divmod(seen, self.chunk_size)
         held = {"counts": torch.tensor([[filled], [written], [seen]])}
         if written:
-            held["state"] = self.state.value[slot : slot + 1]
+            held["state"] = self._state.value[slot : slot + 1]
         if filled:
-            held |= {"z": self.keys[slot : slot + 1, :filled], "x": self.sources[slot : slot + 1, :filled]}
+            held |= {
+                name: buffer[slot : slot + 1, :filled]
+                for name, buffer in zip("zx", self._open.held, strict=True)
+            }
         return {name: tensor.to("cpu", copy=True) for name, tensor in held.items()}
 
     def restore(self, slot: int, held: Mapping[str, Tensor]) -> None:
         """Writes into a slot the tensors that `held` returned."""
         if "state" in held:
-            self.state.put(slot, held["state"][0].to(self.state.value))
+            self._state.put(slot, held["state"][0].to(self._state.value))
         if "z" in held and self.writes:
             filled = int(held["counts"][0, 0])
-            self.keys[slot, :filled] = held["z"][0, :filled].to(self.keys)
-            self.sources[slot, :filled] = held["x"][0, :filled].to(self.sources)
+            for name, buffer in zip("zx", self._open.held, strict=True):
+                buffer[slot, :filled] = held[name][0, :filled].to(buffer)
 
-    def advance(self, out: Tensor, z: Tensor, x: Tensor, slot: int, seen: int, layer: StreamedLayer) -> None:
-        """Reads and writes one request's tokens.
-
-        A token reads the chunks completed before it. A chunk is written when its last token has been read.
-
-        Args:
-            out: the layer's output [n, d]; the reads are added to it in place.
-            z: keys [n, r].
-            x: target source [n, d].
-            slot: the request's slot.
-            seen: the number of tokens that the slot's state has read.
-            layer: the layer whose rule and target generator apply.
-        """
-        written, filled = divmod(seen, self.chunk_size)
-        if not self.writes:
-            if written:
-                self.state.add_read(out[None], z[None], layer, slot)
-            return
-        opened = min(len(z), -filled % self.chunk_size)
-        whole = opened + (len(z) - opened) // self.chunk_size * self.chunk_size
-        if opened:
-            self._take(out[:opened], z[:opened], x[:opened], slot, filled, written, layer)
-            written = (seen + opened) // self.chunk_size
-        if whole > opened:
-            self._take_whole(out[opened:whole], z[opened:whole], x[opened:whole], slot, written, layer)
-            written += (whole - opened) // self.chunk_size
-        if whole < len(z):
-            self._take(out[whole:], z[whole:], x[whole:], slot, 0, written, layer)
-
-    def advance_each(
-        self, out: Tensor, z: Tensor, x: Tensor, requests: list[tuple[int, int, int]], layer: StreamedLayer
+    def advance(
+        self, out: Tensor, z: Tensor, x: Tensor, requests: Sequence[Tokens], layer: StreamedLayer
     ) -> None:
-        """Reads and writes one token of each of several requests, as `advance` does for one request.
+        """Reads and writes the tokens of several requests.
 
         Args:
             out: the layer's output [N, d]; the reads are added to it in place.
             z: keys [N, r].
             x: target source [N, d].
-            requests: per request the token's index in the batch, the slot, and the number of tokens seen.
+            requests: the requests, with their tokens and slots.
             layer: the layer whose rule and target generator apply.
         """
-        reading = [(place, slot) for place, slot, seen in requests if seen >= self.chunk_size]
+        for request in requests:
+            written, filled = divmod(request.seen, self.chunk_size)
+            self.rows[request.slot] = Row(filled, written)
+        self._advance_each(
+            out, z, x, [request for request in requests if request.stop - request.start == 1], layer
+        )
+        for request in requests:
+            if request.stop - request.start > 1:
+                part = slice(request.start, request.stop)
+                row = out[None, part], z[None, part], x[None, part]
+                if self.writes:
+                    span = 0, request.stop - request.start
+                    self._advance(*row, [span], layer, request.slot, undoable=False)
+                else:
+                    self._read(*row[:2], layer, request.slot)
+
+    def _advance_each(
+        self, out: Tensor, z: Tensor, x: Tensor, requests: Sequence[Tokens], layer: StreamedLayer
+    ) -> None:
+        """Reads and writes one token of each of several requests, as `advance` does."""
+        reading = [request for request in requests if self.rows[request.slot].written]
         if reading:
-            places = torch.tensor([place for place, _ in reading], device=z.device)
-            read = self.state.read_each(z[places], [slot for _, slot in reading])
+            places = torch.tensor([request.start for request in reading], device=z.device)
+            read = self._state.read_each(z[places], [request.slot for request in reading])
             out.index_add_(0, places, (read * layer.eta).to(out.dtype))
-        if not self.writes:
-            return
-        where = torch.tensor(
-            [(place, slot, seen % self.chunk_size) for place, slot, seen in requests], device=z.device
-        )
-        places, slots, filled = where.unbind(1)
-        self.keys[slots, filled], self.sources[slots, filled] = z[places], x[places]
-        for _, slot, seen in requests:
-            if (seen + 1) % self.chunk_size == 0:
-                self._write_open(slot, seen // self.chunk_size, layer)
+        if self.writes:
+            starts, slots = [request.start for request in requests], [request.slot for request in requests]
+            self._take_each(starts, z, x, slots, layer, undoable=False)
 
-    def _take(
-        self, out: Tensor, z: Tensor, x: Tensor, slot: int, filled: int, written: int, layer: StreamedLayer
-    ) -> None:
-        """Reads and keeps tokens of the open chunk, and writes it if they complete it."""
-        stop = filled + len(z)
-        if written:
-            self.state.add_read(out[None], z[None], layer, slot, whole=len(z) == self.chunk_size)
-        self.keys[slot, filled:stop] = z
-        self.sources[slot, filled:stop] = x
-        if stop == self.chunk_size:
-            self._write_open(slot, written, layer)
-
-    def _write_open(self, slot: int, written: int, layer: StreamedLayer) -> None:
-        """Writes the slot's open chunk, which is complete."""
-        part = slice(slot, slot + 1)
-        after = layer.write(
-            self.keys[part], self.sources[part], self._layout(1), self._before(slot, written), reads=False
-        )[1]
-        self.state.put(slot, after[0])
-
-    def _take_whole(
-        self, out: Tensor, z: Tensor, x: Tensor, slot: int, written: int, layer: StreamedLayer
-    ) -> None:
-        """Reads and writes whole chunks in one call."""
-        read, after = layer.write(
-            z[None], x[None], self._layout(len(z) // self.chunk_size), self._before(slot, written), reads=True
-        )
-        out += read[0].to(out.dtype)
-        self.state.put(slot, after[0])
-
-    def _before(self, slot: int, written: int) -> Tensor | None:
-        return self.state.value[slot : slot + 1] if written else None
-
-    def _layout(self, chunks: int) -> ChunkLayout:
-        length = chunks * self.chunk_size
-        return ChunkLayout.shared((((0, length),),), length, self.chunk_size)
+    def _before(self, row: int) -> Tensor | None:
+        return self._state.value[row : row + 1] if self.rows[row].written else None

@@ -16,7 +16,6 @@ from ..config import InPlaceTTTConfig
 from ..errors import InPlaceTTTError
 from ..session import file as session_file
 from ..session.check import check_header, check_streams
-from .slots import Slots
 
 _SPLIT = (".fast.state", ".fast.z")
 """Tensors whose last dimension is that of the keys."""
@@ -33,11 +32,6 @@ class Snapshot:
 
     layers: Mapping[int, Mapping[str, Tensor]]
     tokens: int
-
-    @classmethod
-    def of(cls, layers: Mapping[int, Slots], slot: int, tokens: int) -> Snapshot:
-        """Copies a slot's content after `tokens` tokens."""
-        return cls({index: slots.held(slot, tokens) for index, slots in layers.items()}, tokens)
 
     @property
     def nbytes(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -48,15 +47,6 @@ class Step(LinearAttentionMetadata):
 
     requests: list[Tokens] = field(default_factory=list)
     moved: list[tuple[Tokens, int]] | None = None
-
-    @cached_property
-    def single(self) -> list[Tokens]:
-        """The requests with one token each, which are processed together."""
-        return [request for request in self.requests if request.stop - request.start == 1]
-
-    @cached_property
-    def longer(self) -> list[Tokens]:
-        return [request for request in self.requests if request.stop - request.start > 1]
 
     def moves(self, handles: Tensor) -> list[tuple[Tokens, int]]:
         """Returns the requests whose state is in another slot than their own, each with that slot.

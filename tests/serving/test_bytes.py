@@ -42,7 +42,7 @@ def _taken(config: InPlaceTTTConfig, dtype: torch.dtype) -> tuple[int, int]:
     torch.zeros(100).fill_(1)
     before = psutil.Process().memory_info().rss
     slots = Slots(SLOTS, config, D, H, dtype, torch.device("cpu"))
-    for tensor in (slots.state.value, slots.state._read, slots.keys, slots.sources):
+    for tensor in (slots._state.value, slots._state._read, *slots._open.held):
         assert tensor is not None
         tensor.fill_(1)  # or the system gives no memory
     return slots.nbytes, psutil.Process().memory_info().rss - before

@@ -66,8 +66,19 @@ def decoded_not_written(size: float, when: When) -> Plant:
             lost = call is not None and call.tokens == 1 and acts_in(when, self, index)
             real(self, index, (1 - size) * z if lost else z, x, *args, **kwargs)
 
-        real = FastWeightStream._take
+        def take_each(
+            self: FastWeightStream, places: Any, z: Tensor, x: Tensor, rows: Any, *args: Any
+        ) -> None:
+            z = z.clone()
+            for place, row in zip(places, rows, strict=True):
+                # `take` gets the token that completes a chunk
+                if self.rows[row].filled + 1 < self.chunk_size and acts_in(when, self, row):
+                    z[place] *= 1 - size
+            each(self, places, z, x, rows, *args)
+
+        real, each = FastWeightStream._take, FastWeightStream._take_each
         patch.setattr(FastWeightStream, "_take", take)
+        patch.setattr(FastWeightStream, "_take_each", take_each)
 
     return plant
 
@@ -142,11 +153,11 @@ def long_pieces_thinned(size: float, when: When) -> Plant:
 
     def plant(patch: Patch) -> None:
         def take_whole(
-            self: FastWeightStream, out: Tensor, z: Tensor, x: Tensor, spans: Any, layer: Any
+            self: FastWeightStream, out: Tensor, z: Tensor, x: Tensor, spans: Any, layer: Any, *row: Any
         ) -> None:
             acts = [acts_in(when, self, index) for index in range(self.batch)]
             keep = torch.tensor([[not a] for a in acts])[..., None]
-            real(self, out, torch.where(keep, z, (1 - size) * z), x, spans, layer)
+            real(self, out, torch.where(keep, z, (1 - size) * z), x, spans, layer, *row)
 
         real = FastWeightStream._take_whole
         patch.setattr(FastWeightStream, "_take_whole", take_whole)
