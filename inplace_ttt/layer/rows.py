@@ -182,7 +182,8 @@ class ChunkRows:
         """
         documents = tuple((span,) if span[0] < span[1] else () for span in spans)
         layout = ChunkLayout.shared(documents, z.shape[1], self.chunk_size)
-        before = self._before(row) if row is not None else self._state and self._state.value
+        every = None if self._state is None else self._state.value
+        before = every if row is None else self._before(row)
         read, after = layer.write(z, x, layout, before, reads=True)
         out += read.to(out.dtype)
         if row is None:
