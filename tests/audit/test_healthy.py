@@ -48,7 +48,7 @@ def test_they_are_forty_of_twenty_families() -> None:
 
 
 @pytest.mark.parametrize(("name", "preset", "share"), CONFIGURATIONS)
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 def test_a_sound_conversion_raises_no_alarm(name: str, preset: str, share: float) -> None:
     base = build(name) if name in LISTED else build_by_structure(name)
     layers = (0, 2) if name in LISTED else (0, 1)

@@ -44,7 +44,7 @@ def test_the_paper_preset_has_no_deviation_and_the_reference_one_two() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen3", "gemma2", "phi3", "gpt_neox", "moshi", "falcon"])
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_other_families(name: str) -> None:
     assert audit_model(converted(name)).undeclared == TINY
 
@@ -93,6 +93,7 @@ def test_everything_is_put_back_after_an_error(monkeypatch: pytest.MonkeyPatch) 
     assert model.model.layers[0].mlp.down_proj.fast.config.chunk_size == 7
 
 
+@pytest.mark.full
 def test_declared_and_stale() -> None:
     declared = [Declaration("chunk-size", "short documents"), Declaration("sign", "long mended")]
     report = audit_model(converted("llama"), declared=declared)
@@ -105,6 +106,7 @@ def test_declared_and_stale() -> None:
         audit_model(converted("llama"), declared=[Declaration("chunk-size", " ")])
 
 
+@pytest.mark.full
 def test_a_setting_of_its_own_is_seen() -> None:
     assert (
         audit_model(converted("llama", update_on_decode=False))["generated-tokens"].outcome.found
@@ -150,6 +152,7 @@ def test_progress_counts_every_item() -> None:
     } == {len(report.items)}
 
 
+@pytest.mark.full
 def test_it_says_the_same_twice() -> None:
     """Numbers of the order of rounding may differ; what is said does not."""
     one, two = (audit_model(converted("llama"), seed=3) for _ in range(2))
@@ -170,11 +173,13 @@ def test_a_low_rank_adapter() -> None:
     assert not [r.item.id for r in report.items if "quantized or wrapped" in r.outcome.found]
 
 
+@pytest.mark.full
 def test_a_kernel_of_one_tap() -> None:
     report = audit_model(converted("llama", kernel_size=1))
     assert [id for id in report.undeclared if id not in TINY] == ["conv-size", "conv-lookahead"]
 
 
+@pytest.mark.full
 def test_behind_an_attention_window() -> None:
     """Which refuses padded rows."""
     model = converted("llama")
@@ -186,6 +191,7 @@ def test_behind_an_attention_window() -> None:
     )
 
 
+@pytest.mark.full
 def test_a_later_layer_that_reads_nothing() -> None:
     assert (
         audit_model(converted("llama", eta=(1.0, 0.0)))["every-layer"].outcome.found
@@ -193,6 +199,7 @@ def test_a_later_layer_that_reads_nothing() -> None:
     )
 
 
+@pytest.mark.full
 def test_a_relative_clip_by_another_norm_in_a_later_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     right = FastWeight.w0_norm
     monkeypatch.setattr(FastWeight, "w0_norm", lambda layer: right(layer) * (10 if layer.fast.layer else 1))
@@ -228,10 +235,12 @@ def test_settings_of_generation_play_no_part() -> None:
     assert reading.layers == [0, 2] and reading.changed == [] and own.stop_strings == ["x"]
 
 
+@pytest.mark.full
 def test_an_eta_that_float16_cannot_make_up_for() -> None:
     assert audit_model(converted("llama", eta=1e-5))["precisions"].verdict == "conforms"
 
 
+@pytest.mark.full
 def test_a_four_bit_base(tmp_path: Path) -> None:
     """Where W0 cannot be read as one matrix, what needs it is not checked, and the rest is."""
     build("llama", hidden_size=64, intermediate_size=128, head_dim=32, vocab_size=128).save_pretrained(

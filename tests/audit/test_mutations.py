@@ -16,7 +16,7 @@ def test_a_fault_of_a_foreign_module_has_one_owner(fault: str) -> None:
 
 
 @pytest.mark.parametrize("mutation", PRODUCT, ids=lambda m: m.what)
-@pytest.mark.sample(10)
+@pytest.mark.sample(5)
 def test_a_fault_in_this_package_has_one_owner(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
     if mutation.sound and mutation.settings:
         assert mutation.report(None).undeclared == [], "without the fault"

@@ -64,6 +64,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.sample(3)
 def test_a_change_has_one_owner(change: str, tmp_path: Path) -> None:
     assert report(tmp_path, change).undeclared == [CHANGES[change]]
 
@@ -72,6 +73,7 @@ def test_low_rank_adapters_are_audited_too(tmp_path: Path) -> None:
     assert report(tmp_path, "training.trainable=lora").undeclared == ["trained-parameters"]
 
 
+@pytest.mark.full
 def test_the_second_stage_wants_yarn(tmp_path: Path) -> None:
     changes = ("data.sequence_length=131072", "training.tokens=15000000000")
     assert report(tmp_path, *changes).undeclared == ["yarn"]
@@ -100,6 +102,7 @@ def data_of(recipe: Recipe, **report: Any) -> TrainingData:
     return TrainingData(rows, None, SimpleNamespace(**{**counts, **report}), lambda: iter(documents))  # type: ignore[arg-type]
 
 
+@pytest.mark.full
 def test_documents_are_measured(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path, **PAPER)
     model = build_model(recipe)
@@ -150,6 +153,7 @@ IDLE = {
 
 
 @pytest.mark.parametrize("change", IDLE)
+@pytest.mark.sample(1)
 def test_a_setting_that_comes_to_nothing_is_a_deviation(change: str, tmp_path: Path) -> None:
     assert report(tmp_path, change).undeclared == [IDLE[change]]
 
@@ -180,6 +184,7 @@ def test_the_report_lies_beside_the_run(tmp_path: Path) -> None:
     assert json.loads((page.parent / "audit.json").read_text())["undeclared"] == ["learning-rate"]
 
 
+@pytest.mark.full
 def test_the_recall_recipe_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = Path(__file__).parents[2] / "recipes" / "recall-cpu.yaml"
     capsys.readouterr()
