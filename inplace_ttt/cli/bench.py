@@ -108,20 +108,19 @@ def _spread(value: dict[str, float]) -> str:
 def _render_op(result: dict[str, Any]) -> str:
     shape = result["shape"]
     lines = [
-        f"forward + backward, d {shape['d']}, h {shape['h']}, {shape['tokens']} tokens, chunks of "
+        f"forward and backward, d {shape['d']}, h {shape['h']}, {shape['tokens']} tokens, chunks of "
         f"{shape['chunk_size']}, "
         f"{result['dtype']} on {result['device']}, {result['threads']} threads",
-        f"{'':15}{'seconds':>18}{'times the linear':>24}{'extra peak MiB':>17}",
+        f"{'':15}{'seconds':>18}{'times the linear':>24}{'forward alone':>24}{'extra peak MiB':>17}",
     ]
     for row in result["rows"]:
         if "out_of_memory" in row:
             lines.append(f"{row['name']:15} does not fit in the GPU's memory")
             continue
-        seconds, ratio = row["seconds"], row["ratio_to_linear"]
+        cells = (row["seconds"], 18), (row["ratio_to_linear"], 24), (row["forward_ratio_to_linear"], 24)
         lines.append(
-            f"{row['name']:15}{seconds['median']:7.2f} ({seconds['min']:.2f}-{seconds['max']:.2f})"
-            f"{ratio['median']:10.2f} "
-            f"({ratio['min']:.2f}-{ratio['max']:.2f}){row['extra_peak_bytes'] / 2**20:17.0f}"
+            f"{row['name']:15}{''.join(f'{_spread(value):>{width}}' for value, width in cells)}"
+            f"{row['extra_peak_bytes'] / 2**20:17.0f}"
         )
     last = f"limit {result['limit']:.2f} times the linear"
     if result["speedup_over_materializing"] is not None:

@@ -93,7 +93,7 @@ def measure(
     dtype: torch.dtype = torch.float32,
     every_form: bool | None = None,
 ) -> list[dict[str, Any]]:
-    """Measures forward and backward of each formulation, interleaved in one run.
+    """Measures forward and backward of each formulation, and its forward alone, interleaved in one run.
 
     "additive" adds the reads of the paper's rule to a separate product with W0, as for half-precision weights
     on a CPU. "least squares" is the ridge rule with keys of d/2 numbers. Its time includes the computation of
@@ -108,10 +108,11 @@ def measure(
             GPU.
 
     Returns:
-        One dict per formulation. It holds the name, and the median, minimum and maximum seconds. It also
-        holds the ratio of its time to the plain linear's (median of paired runs, with the range), and the
-        peak bytes beyond those of the plain linear's run. The rate (TFLOP/s) is that of 7 products in its
-        time. A formulation that does not fit into the GPU's memory has `out_of_memory` instead of figures.
+        One dict per formulation. It holds the name, and the median, minimum and maximum seconds of forward
+        and backward, and of the forward alone. It also holds the ratios of these times to the plain linear's
+        (median of paired runs, with the range), and the peak bytes beyond those of the plain linear's run.
+        The rate (TFLOP/s) is that of 7 products in the time of forward and backward. A formulation that does
+        not fit into the GPU's memory has `out_of_memory` instead of figures.
 
     Raises:
         InPlaceTTTError: If the tokens are not a multiple of the chunk size.
@@ -155,18 +156,22 @@ def measure(
         forms["materializing, compiled"] = lambda: compiled(z, v, weight, shape.chunk_size)
         forms["chunked"] = lambda: fast_weight(z, v, weight, eta=_ETA, layout=layout, backend="chunked")
 
-    def run(form: Callable[[], Tensor]) -> float:
+    def run(form: Callable[[], Tensor], backward: bool = True) -> float:
         z.grad = v.grad = weight.grad = None
         _synchronize(device)
         start = time.perf_counter()
-        form().backward(grad)
+        with torch.set_grad_enabled(backward):
+            out = form()
+        if backward:
+            out.backward(grad)
         _synchronize(device)
         return time.perf_counter() - start
 
     peaks: dict[str, int] = {}
     for name, form in forms.items():
         try:
-            run(form)  # the first run compiles and tunes
+            run(form, backward=False)  # the first runs compile and tune
+            run(form)
             peaks[name] = _peak_bytes(lambda form=form: run(form), device)  # type: ignore[misc]
         except torch.OutOfMemoryError:
             z.grad = v.grad = weight.grad = None
@@ -175,28 +180,34 @@ def measure(
     end = time.monotonic() + (_WARM_UP_SECONDS if device.startswith("cuda") else 0)
     while time.monotonic() < end:
         run(forms["linear"])
-    seconds: dict[str, list[float]] = {name: [] for name in peaks}
+    seconds, forward = ({name: list[float]() for name in peaks} for _ in range(2))
     for _ in range(repeats):
         for name in peaks:
             seconds[name].append(run(forms[name]))
+            forward[name].append(run(forms[name], backward=False))
     return [
-        _row(name, seconds[name], seconds["linear"], peaks[name] - peaks["linear"], shape)
+        {
+            "name": name,
+            **_times("", seconds[name], seconds["linear"]),
+            **_times("forward_", forward[name], forward["linear"]),
+            "extra_peak_bytes": max(peaks[name] - peaks["linear"], 0),
+            "tflops_of_7_products": 7 * shape.product / statistics.median(seconds[name]) / 1e12,
+        }
         if name in peaks
         else {"name": name, "out_of_memory": True}
         for name in forms
     ]
 
 
-def _row(
-    name: str, seconds: list[float], linear: list[float], extra_bytes: int, shape: Shape
-) -> dict[str, Any]:
+def _times(prefix: str, seconds: list[float], linear: list[float]) -> dict[str, Any]:
     ratios = sorted(mine / theirs for mine, theirs in zip(seconds, linear, strict=True))
     return {
-        "name": name,
-        "seconds": {"median": statistics.median(seconds), "min": min(seconds), "max": max(seconds)},
-        "ratio_to_linear": {"median": statistics.median(ratios), "min": ratios[0], "max": ratios[-1]},
-        "extra_peak_bytes": max(extra_bytes, 0),
-        "tflops_of_7_products": 7 * shape.product / statistics.median(seconds) / 1e12,
+        f"{prefix}seconds": {"median": statistics.median(seconds), "min": min(seconds), "max": max(seconds)},
+        f"{prefix}ratio_to_linear": {
+            "median": statistics.median(ratios),
+            "min": ratios[0],
+            "max": ratios[-1],
+        },
     }
 
 
