@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 
+from .documents import document_starts
 from .errors import InPlaceTTTError
 from .families import CACHE, cache_in, features
 from .gradient_steps import Call, GradientSteps, first_stream, refuse_other_layers
@@ -41,7 +42,7 @@ from .layer.quantized import packs_for_inference
 from .layer.sequence_parallel import ulysses_group
 from .layer.stream import FastWeightStream
 from .layer.zero3 import is_partitioned
-from .layout import ChunkLayout, Span, document_starts
+from .layout import ChunkLayout, Span
 
 
 class ReadsByGradient:
