@@ -25,10 +25,10 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
+from .documents import document_starts
 from .errors import InPlaceTTTError
 from .families import attention_kinds
 from .layer.sequence_parallel import ulysses_group
-from .layout import document_starts
 
 SINKS = 4
 

@@ -5,34 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar
 
-from .config_tables import (
-    MOST_TOKENS,
-    KeyWhitening,
-    PromptWrite,
-    UpdateClip,
-    from_mapping,
-    is_number,
-    require,
-    require_size,
-)
+from .config_checks import Conv, ProjInit, Target, UpdateRule, check
+from .config_tables import KeyWhitening, PromptWrite, UpdateClip, from_mapping, require
 from .rules import Rule, WriteNorm, rule_of_config
 
-Target = Literal["embeddings", "hidden_states", "gradient"]
-Conv = Literal["lookahead", "causal", "next"]
-UpdateRule = Literal["sum", "ridge"]
-ProjInit = Literal["random_diagonal", "shared_diagonal", "identity", "calibrated"]
-
 _OF_THE_PAPER = {"layers", "chunk_size", "eta", "target", "conv", "kernel_size", "clip", "update_on_decode"}
-_EVERY = re.compile(r"(every|upper):([1-9]\d{0,8})")
 _LOWER = 0.4
 """Fraction of a model's layers, from the first, that `upper` leaves out."""
-_MOST_TAPS = 4095
-_MOST_STEPS = 1000
 
 
 @dataclass(frozen=True)
@@ -121,121 +104,8 @@ class InPlaceTTTConfig:
             object.__setattr__(
                 self, "prompt_write", from_mapping(PromptWrite, self.prompt_write, "prompt_write")
             )
-        self._check_layers()
-        require(
-            type(self.chunk_size) is int and self.chunk_size >= 1,
-            f"chunk_size must be an integer of at least 1, got {self.chunk_size!r}.",
-        )
-        etas = self.eta if isinstance(self.eta, tuple) else (self.eta,)
-        require(
-            len(etas) > 0 and all(is_number(e) and e >= 0 for e in etas),
-            f"eta must be a number of at least 0 (or one per layer), got {self.eta!r}.",
-        )
-        require_size("eta", *etas)
-        require(
-            self.chunk_size <= MOST_TOKENS,
-            f"chunk_size must be at most {MOST_TOKENS}, got {self.chunk_size!r}.",
-        )
-        if isinstance(self.eta, tuple) and isinstance(self.layers, tuple):
-            require(
-                len(self.eta) == len(self.layers),
-                f"eta has {len(self.eta)} values for {len(self.layers)} layers; give one number or one per "
-                "layer.",
-            )
-        require(
-            self.target in get_args(Target), f"target must be one of {get_args(Target)}, got {self.target!r}."
-        )
-        require(self.conv in get_args(Conv), f"conv must be one of {get_args(Conv)}, got {self.conv!r}.")
-        require(
-            type(self.kernel_size) is int and self.kernel_size >= 1,
-            f"kernel_size must be an integer of at least 1, got {self.kernel_size!r}.",
-        )
-        require(
-            self.kernel_size <= _MOST_TAPS,
-            f"kernel_size must be at most {_MOST_TAPS}, got {self.kernel_size!r}.",
-        )
-        require(
-            self.conv != "lookahead" or self.kernel_size % 2 == 1,
-            f"kernel_size {self.kernel_size} is even, but a lookahead convolution is symmetric; use an odd "
-            "size or conv='causal'.",
-        )
-        require(
-            self.clip is None or isinstance(self.clip, UpdateClip),
-            f"clip must be a UpdateClip or nothing, got {self.clip!r}.",
-        )
-        require(
-            self.whitening is None or isinstance(self.whitening, KeyWhitening),
-            f"whitening must be a KeyWhitening or nothing, got {self.whitening!r}.",
-        )
-        for name in ("detach_target", "update_on_decode", "normalize_targets"):
-            require(
-                isinstance(getattr(self, name), bool),
-                f"{name} must be true or false, got {getattr(self, name)!r}.",
-            )
-        require(
-            type(self.steps_per_chunk) is int and 1 <= self.steps_per_chunk <= _MOST_STEPS,
-            f"steps_per_chunk must be an integer from 1 to {_MOST_STEPS}, got {self.steps_per_chunk!r}.",
-        )
-        require(
-            self.target == "gradient" or self.steps_per_chunk == 1,
-            "steps_per_chunk does nothing without target='gradient'; leave it out.",
-        )
-        require(
-            self.target != "gradient" or self.chunk_size > 1,
-            "a chunk of one token lacks a loss of its own; use a chunk_size above 1.",
-        )
-        for name in (
-            "conv",
-            "kernel_size",
-            "detach_target",
-            "normalize_targets",
-            "proj_init",
-            "prompt_write",
-            "update_on_decode",
-        ):
-            require(
-                self.target != "gradient" or getattr(self, name) == getattr(InPlaceTTTConfig, name),
-                f"{name} does nothing with target='gradient', which uses neither a convolution nor P, and "
-                "writes every token; leave it out.",
-            )
-        usual = InPlaceTTTConfig.kernel_size
-        require(
-            self.conv != "next" or self.kernel_size == usual,
-            f"kernel_size {self.kernel_size} is of a convolution, and conv='next' has none; leave it out.",
-        )
-        require(
-            self.proj_init in get_args(ProjInit),
-            f"proj_init must be one of {get_args(ProjInit)}, got {self.proj_init!r}.",
-        )
-        require(
-            self.proj_init != "calibrated"
-            or self.conv == "next"
-            or (self.conv == "lookahead" and self.kernel_size >= 3),
-            "proj_init='calibrated' needs targets that see the next token; use conv='lookahead' and a "
-            "kernel_size of 3 or more.",
-        )
+        check(self, InPlaceTTTConfig)
         object.__setattr__(self, "rule", rule_of_config(self, InPlaceTTTConfig))
-
-    def _check_layers(self) -> None:
-        if isinstance(self.layers, str):
-            require(
-                _EVERY.fullmatch(self.layers) is not None,
-                f"layers must be 'every:N', 'upper:N' or a list of indices, got {self.layers!r}.",
-            )
-            return
-        require(
-            isinstance(self.layers, tuple)
-            and len(self.layers) > 0
-            and all(type(i) is int and i >= 0 for i in self.layers),
-            "layers must be 'every:N', 'upper:N' or a non-empty list of indices from 0, got "
-            f"{self.layers!r}.",
-        )
-        require(
-            len(set(self.layers)) == len(self.layers), f"layers names a layer twice: {list(self.layers)}."
-        )
-        require(
-            list(self.layers) == sorted(self.layers), f"layers must be in order, got {list(self.layers)}."
-        )
 
     def resolve(self, num_layers: int) -> InPlaceTTTConfig:
         """Resolves `layers` to explicit indices (paper appendix C.3: every sixth layer).

@@ -113,11 +113,12 @@ def _start(model: Any) -> None:
 def _check_split(model: Any) -> None:
     from torch.distributed.tensor import DTensor
 
+    from .layer.settings import check_split
     from .surgery import fast_weights
 
     for layer in fast_weights(model).values():
         if any(isinstance(p, DTensor) for p in layer.parameters()):
-            layer.check_split()
+            check_split(layer.fast.config)
 
 
 def _register(base: Any, carrying: Any) -> None:

@@ -29,19 +29,21 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 
+from .documents import document_starts
 from .errors import InPlaceTTTError
 from .families import CACHE, cache_in, features
 from .gradient_steps import Call, GradientSteps, first_stream, refuse_other_layers
 from .layer.cache import stop_recording, streams
-from .layer.fast_linear import FastWeight, fast_weights
+from .layer.fast_linear import FastWeight
 from .layer.forward_context import document_spans
+from .layer.installing import fast_weights
 from .layer.overrides import overriding
 from .layer.per_thread import this_thread
 from .layer.quantized import packs_for_inference
 from .layer.sequence_parallel import ulysses_group
 from .layer.stream import FastWeightStream
 from .layer.zero3 import is_partitioned
-from .layout import ChunkLayout, Span, document_starts
+from .layout import ChunkLayout, Span
 
 
 class ReadsByGradient:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from .families import causal_lm, locate
-from .layer.fast_linear import hooks_of
 from .layer.hooks import switching
+from .layer.installing import hooks_of
 from .ops import state_dtype
 from .tasks import IGNORED
 

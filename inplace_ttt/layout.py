@@ -11,24 +11,11 @@ import torch
 from torch import Tensor
 
 from .device_copies import on_device
+from .documents import spans_of_attention_mask, spans_of_cu_seqlens, spans_of_lengths, spans_of_position_ids
 from .errors import InPlaceTTTError
 
 Span = tuple[int, int]
 """Half-open range of token positions in a row."""
-
-
-def document_starts(position_ids: Tensor) -> Tensor:
-    """Returns the starts of documents in packed rows.
-
-    A document starts wherever a position is not the previous position plus 1.
-
-    Args:
-        position_ids: position ids [B, T].
-
-    Returns:
-        A mask [B, T], bool: True at each document's first token.
-    """
-    return torch.nn.functional.pad(position_ids.diff(dim=-1) != 1, (1, 0), value=True)
 
 
 @dataclass(frozen=True)
@@ -285,14 +272,9 @@ class ChunkLayout:
             >>> ChunkLayout.from_lengths([[3000, 500], [800]], chunk_size=512).documents
             (((0, 3000), (3000, 3500)), ((0, 800),))
         """
-        rows = []
-        for row in lengths:
-            ends = [0]
-            for n in row:
-                ends.append(ends[-1] + n)
-            rows.append(tuple(itertools.pairwise(ends)))
+        rows = spans_of_lengths(lengths)
         longest = max((row[-1][1] for row in rows if row), default=0)
-        return cls(tuple(rows), longest if length is None else length, chunk_size)
+        return cls(rows, longest if length is None else length, chunk_size)
 
     @classmethod
     def from_position_ids(cls, position_ids: Tensor, chunk_size: int) -> ChunkLayout:
@@ -313,12 +295,7 @@ class ChunkLayout:
             >>> ChunkLayout.from_position_ids(torch.tensor([[0, 1, 2, 0, 1]]), chunk_size=2).documents
             (((0, 3), (3, 5)),)
         """
-        length = position_ids.shape[1]
-        rows = []
-        for row in document_starts(position_ids).tolist():
-            first = [t for t, is_start in enumerate(row) if is_start]
-            rows.append(tuple(zip(first, [*first[1:], length], strict=True)))
-        return cls(tuple(rows), length, chunk_size)
+        return cls(spans_of_position_ids(position_ids), position_ids.shape[1], chunk_size)
 
     @classmethod
     def from_attention_mask(cls, mask: Tensor, chunk_size: int) -> ChunkLayout:
@@ -339,19 +316,7 @@ class ChunkLayout:
             >>> ChunkLayout.from_attention_mask(torch.tensor([[0, 0, 1, 1]]), chunk_size=2).documents
             (((2, 4),),)
         """
-        rows = []
-        real, length = mask != 0, mask.shape[1]
-        first = real.int().argmax(dim=1).tolist()
-        count = real.sum(dim=1).tolist()
-        last = (length - real.flip(1).int().argmax(dim=1)).tolist()
-        for row, (start, n, stop) in enumerate(zip(first, count, last, strict=True)):
-            if n and stop - start != n:
-                raise InPlaceTTTError(
-                    f"row {row} has padding between tokens {start} and {stop}; pad at the left or the "
-                    "right only."
-                )
-            rows.append(((start, stop),) if n else ())
-        return cls(tuple(rows), length, chunk_size)
+        return cls(spans_of_attention_mask(mask), mask.shape[1], chunk_size)
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor, chunk_size: int, length: int | None = None) -> ChunkLayout:
@@ -374,10 +339,5 @@ class ChunkLayout:
             >>> ChunkLayout.from_cu_seqlens(torch.tensor([0, 3, 5]), chunk_size=2).documents
             (((0, 3), (3, 5)),)
         """
-        ends = cu_seqlens.tolist()
-        if len(ends) < 2 or ends[0] != 0 or any(b < a for a, b in itertools.pairwise(ends)):
-            raise InPlaceTTTError(
-                f"cu_seqlens must start at 0, never decrease, and have at least two numbers, got {ends[:8]}."
-            )
-        spans = tuple((a, b) for a, b in itertools.pairwise(ends) if b > a)
-        return cls((spans,), ends[-1] if length is None else length, chunk_size)
+        spans = spans_of_cu_seqlens(cu_seqlens)
+        return cls((spans,), int(cu_seqlens[-1]) if length is None else length, chunk_size)

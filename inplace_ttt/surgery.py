@@ -18,9 +18,11 @@ from .config import InPlaceTTTConfig
 from .converted_config import marked, unmarked
 from .errors import InPlaceTTTError, one_line
 from .families import causal_lm, is_listed, locate
-from .layer.fast_linear import FastWeight, LayerSettings, check, fast_weights, hooks_of, install, remove
+from .layer.fast_linear import FastWeight
 from .layer.hooks import ModelHooks, sharing, switching
+from .layer.installing import check, fast_weights, hooks_of, install, remove
 from .layer.quantized import parameter_dtype
+from .layer.settings import LayerSettings
 from .layer.zero3 import is_partitioned
 
 logger = logging.getLogger(__name__)

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..documents import document_starts
 from ..errors import InPlaceTTTError, reported
 from ..layer.fast_linear import FastWeight
 from ..layer.overrides import seeded
 from ..layer.quantized import is_encoded
 from ..layer.zero3 import is_partitioned
-from ..layout import document_starts
 from ..surgery import fast_weights
 from ..tasks import IGNORED
 

@@ -8,9 +8,6 @@ the new parameters.
 from __future__ import annotations
 
 import functools
-import types
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,37 +16,19 @@ from transformers.pytorch_utils import Conv1D
 
 from ..config import InPlaceTTTConfig
 from ..errors import InPlaceTTTError
-from ..families import DecoderLayer, features
+from ..families import features
 from ..layout import ChunkLayout
 from ..ops import fast_weight, form_of, keeping_row_norms, state_dtype, takes_weight
 from ..ops.scan import fast_weight_across_ranks
 from .cache import stream_of
 from .forward_context import ForwardContext
 from .gradient_stream import GradientStream
-from .hooks import LayerCall, LayerHooks, ModelHooks
+from .hooks import LayerCall, LayerHooks
 from .quantized import is_encoded
+from .settings import LayerSettings, check_split, check_width
 from .target import GradientTarget, TargetGenerator
 from .whitened_keys import WhitenedKeys
 from .write_gate import WriteGate
-from .zero3 import gathered
-
-
-@dataclass(eq=False)
-class LayerSettings:
-    """A TTT layer's index and settings.
-
-    Attributes:
-        layer: index of the decoder layer.
-        config: the layer's config.
-        eta: the layer's η.
-        observer: called before each read of whole documents, with the layer, its keys, targets and gate, and
-            the forward's context.
-    """
-
-    layer: int
-    config: InPlaceTTTConfig
-    eta: float
-    observer: Callable[[FastWeight, Tensor, Tensor, Tensor | None, ForwardContext], None] | None = None
 
 
 class FastWeight(nn.Module):
@@ -93,7 +72,7 @@ class FastWeight(nn.Module):
     def _read(self, z: Tensor, x: Tensor, call: LayerCall) -> Tensor:
         context = call.context
         if z.shape[-1] != features(self)[0]:
-            self.check_split()
+            check_split(self.fast.config)
         if call.cache is None:
             return self._read_whole(z, x, context)
         if context.group is not None:
@@ -114,18 +93,6 @@ class FastWeight(nn.Module):
         stream.abandon()
         return self._read_whole(z, x, context)
 
-    def check_split(self) -> None:
-        """Checks a layer whose input tensor parallelism splits over h.
-
-        Raises:
-            InPlaceTTTError: if the result with the layer's options is not a sum over parts of h.
-        """
-        if held := self.fast.config.wanting_whole_input:
-            raise InPlaceTTTError(
-                f"tensor parallelism splits the down-projection's input, but {' and '.join(held)} would need "
-                "all of it; leave that out of the config, or split the model in another way."
-            )
-
     def _source(self, call: LayerCall) -> Tensor:
         """Returns the target source X [B, T, d]. With `target: gradient` these are embeddings, not used."""
         if self.training and call.context.with_gradient and not torch.is_grad_enabled():
@@ -137,12 +104,7 @@ class FastWeight(nn.Module):
         x = call.context.embeddings if self.fast.config.target != "hidden_states" else call.mlp_input
         assert x is not None
         x = x.reshape(*call.context.shape, -1)
-        if x.shape[-1] != (width := features(self)[1]):
-            raise InPlaceTTTError(
-                f"the target {self.fast.config.target!r} has width {x.shape[-1]}, but layer "
-                f"{self.fast.layer}'s output has {width}, since "
-                "this family carries several streams side by side; choose the target 'hidden_states'."
-            )
+        check_width(self.fast, x.shape[-1], features(self)[1])
         return x.detach() if self.fast.config.detach_target else x
 
     def _read_whole(self, z: Tensor, x: Tensor, context: ForwardContext) -> Tensor:
@@ -341,7 +303,7 @@ _OF_PLAIN: dict[type, type[FastWeight]] = {nn.Linear: FastWeightLinear, Conv1D: 
 
 
 @functools.cache
-def _fast_class(plain: type) -> type[FastWeight]:
+def fast_class(plain: type) -> type[FastWeight]:
     """Returns the fast-weight class of a linear map's class.
 
     A module can only change to a class with the same layout of instances. The first base class determines
@@ -354,97 +316,14 @@ def _fast_class(plain: type) -> type[FastWeight]:
 
 
 def _empty(plain: type) -> Any:
-    made = _fast_class(plain)
+    made = fast_class(plain)
     return made.__new__(made)
-
-
-def fast_weights(model: nn.Module) -> dict[int, FastWeight]:
-    """Finds the fast-weight down-projections of a converted model.
-
-    Args:
-        model: any model.
-
-    Returns:
-        The down-projections by layer index, in order; empty if the model is not converted. Their submodule
-        `ttt` has the parameters conv [d, 1, k] and proj, which is P [d, d].
-
-    Examples:
-        >>> from transformers import AutoModelForCausalLM, LlamaConfig
-        >>> from inplace_ttt import convert
-        >>> from inplace_ttt.surgery import fast_weights
-        >>> small = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=8)
-        >>> model = convert(AutoModelForCausalLM.from_config(small)).requires_grad_(False)
-        >>> for layer in fast_weights(model).values():
-        ...     _ = layer.ttt.requires_grad_(True)  # train the target generators alone
-        >>> list(fast_weights(model))
-        [0, 6]
-    """
-    return {m.fast.layer: m for m in model.modules() if isinstance(m, FastWeight)}
-
-
-def hooks_of(model: nn.Module) -> set[ModelHooks]:
-    """Returns the hooks of all converted models inside `model`."""
-    return {layer.hooks.model for layer in fast_weights(model).values()}
 
 
 def plain_class(down: FastWeight) -> type:
     """Returns the down-projection's class without `FastWeight`."""
     classes = type(down).__mro__
     return classes[classes.index(FastWeight) + 1]
-
-
-def check(parts: DecoderLayer) -> None:
-    """Checks that a down-projection can become a fast weight, before any layer is changed.
-
-    Raises:
-        InPlaceTTTError: if the module is not a linear map, is offloaded, or its forward was replaced.
-    """
-    down = parts.down_proj
-    features(down)
-    if hasattr(down, "_hf_hook") and any(p.device.type == "meta" for p in down.parameters()):
-        raise InPlaceTTTError(
-            f"{parts.down_proj_path} is offloaded, so its new parameters would lack a device; convert before "
-            "offloading."
-        )
-    if "forward" in down.__dict__ and "_old_forward" not in down.__dict__:
-        raise InPlaceTTTError(
-            f"something replaced the forward of {parts.down_proj_path}, and the fast weight would bypass the "
-            "replacement; undo that."
-        )
-
-
-def install(
-    parts: DecoderLayer,
-    settings: LayerSettings,
-    model: ModelHooks,
-    *,
-    dtype: torch.dtype,
-    std: float,
-    seed: int,
-) -> None:
-    """Turns a decoder layer's down-projection into a fast weight, in place, and hooks its attention and MLP.
-
-    Args:
-        parts: the modules of the decoder layer.
-        settings: the layer's index and settings.
-        model: the hooks of the model.
-        dtype: dtype of the new parameters.
-        std: standard deviation of P's diagonal.
-        seed: seed of P's diagonal.
-    """
-    down, config = parts.down_proj, settings.config
-    weight = next(down.parameters())
-    width, dim = features(down)
-    factory: dict[str, Any] = {"device": weight.device, "dtype": dtype}
-    target = target_generator(config, width, dim, **factory)
-    if weight.device.type != "meta":
-        with gathered(target.parameters()):
-            target.reset_parameters(std, seed)
-    plain: type = type(down)
-    _become(down, _fast_class(plain))
-    hooks = LayerHooks(settings.layer, model)
-    down.ttt, down.fast, down.hooks = target, settings, hooks  # type: ignore[assignment]
-    hooks.attach(parts.attention, parts.mlp if config.target == "hidden_states" else None)
 
 
 def target_generator(
@@ -467,17 +346,3 @@ def target_generator(
     return TargetGenerator(
         dim, config.kernel_size, config.conv, **chosen, keys=keys, write_gate=gate, **factory
     )
-
-
-def remove(down: FastWeight) -> None:
-    """Undoes `install`: restores the module's class and leaves its weight unchanged."""
-    down.hooks.detach()
-    del down.ttt, down.fast, down.hooks
-    _become(down, plain_class(down))
-
-
-def _become(module: nn.Module, new: type[nn.Module]) -> None:
-    """Changes a module's class in place, also inside the hook that accelerate puts around its forward."""
-    module.__class__ = new
-    if "_old_forward" in module.__dict__:
-        module._old_forward = types.MethodType(new.forward, module)  # type: ignore[assignment]

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ..documents import document_starts
 from ..errors import InPlaceTTTError
 from ..families import cache_in
-from ..layout import ChunkLayout, Span, document_starts
+from ..layout import ChunkLayout, Span
 from ..ops.compiled import TracedLayout
 from .attention_masks import documents_seen, seen_tokens
 from .overrides import overriding

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..config import Conv, ProjInit
+from ..config_checks import Conv, ProjInit
 from ..errors import InPlaceTTTError
 from ..layout import ChunkLayout
 from ..ops import chunk_conv, next_in_chunk

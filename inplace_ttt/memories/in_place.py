@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import Conv, InPlaceTTTConfig
+from ..config import InPlaceTTTConfig
+from ..config_checks import Conv
 from ..errors import InPlaceTTTError
 from ..layer.target import TargetGenerator
 from ..layout import ChunkLayout

@@ -13,40 +13,24 @@ from tqdm import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from ..checkpoint.fingerprint import fingerprint_of
-from ..checkpoint.to_adapter import unchanged_base
 from ..errors import InPlaceTTTError, shown
 from ..families import CACHE
-from ..files.folders import new_folder
-from ..files.manifest import CHECKPOINT
 from ..layer.cache import only_written, stop_recording, streams
 from ..layer.forward_context import reading_text
 from ..surgery import config_of
 from . import file as session_file
 from .check import check_header, check_session
 from .contents import contents_of, fill
-from .lora import write_lora
+from .exports import WeightExports
+from .generation import check_settings
 from .merging import add_writes
-from .plain_model import bake
 from .prompt import write_prompt
-from .rank import RANK
-from .weight_change import WeightChange, low_rank, weight_changes
+from .tokens import appended, refuse_unknown
 
 _READ_AT_ONCE = 1024
-_GOES_ON_AS_ONE = {
-    "num_beams": 1,
-    "num_return_sequences": 1,
-    "return_dict_in_generate": False,
-    "use_cache": True,
-    "cache_implementation": None,
-    "assistant_model": None,  # the first step of assisted generation ignores the tokens that a cache has read
-    "assistant_early_exit": None,
-    "prompt_lookup_num_tokens": None,
-    "use_mtp": False,
-}
-"""Settings of `model.generate` under which a session keeps one cache and one sequence per row."""
 
 
-class Session:
+class Session(WeightExports):
     """Keeps the fast weights and, unless dropped, the KV cache of B sequences (paper §3.4, Algorithm 1).
 
     The state does not depend on how a text is split into calls of `read`, up to rounding.
@@ -130,7 +114,7 @@ class Session:
             self.read(ids, progress=progress)
             fresh = self.drop_kv_cache()
             self.cache, self.tokens = fresh.cache, fresh.tokens
-        tokens = self._with(ids)
+        tokens = appended(ids, self.model, self.cache, self.tokens)
         start, stop = self.cache.get_seq_length(), tokens.shape[1] - up_to_last
         bar = tqdm(
             total=max(stop - start, 0),
@@ -147,50 +131,6 @@ class Session:
                 start = end
                 self.tokens = tokens[:, :end]
         self.tokens = tokens
-
-    def _with(self, ids: Tensor) -> Tensor:
-        """Returns the session's tokens followed by `ids`, [B, n]."""
-        if (
-            not isinstance(ids, Tensor)
-            or ids.dim() != 2
-            or ids.is_floating_point()
-            or ids.dtype == torch.bool
-        ):
-            what = (
-                f"{ids.dtype} of shape {list(ids.shape)}"
-                if isinstance(ids, Tensor)
-                else f"a {type(ids).__name__}"
-            )
-            raise InPlaceTTTError(f"token ids must be a tensor of whole numbers [B, n], got {what}.")
-        known = self.model.get_input_embeddings().num_embeddings
-        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < known:
-            raise InPlaceTTTError(
-                f"the model's token ids are 0 to {known - 1}, got {int(ids.min())} to {int(ids.max())}."
-            )
-        self._refuse_unknown()
-        held = {stream.batch for stream in streams(self.cache).values() if not stream.is_empty} | (
-            {len(self.tokens)} if self.tokens is not None else set()
-        )
-        if held and held != {len(ids)}:
-            raise InPlaceTTTError(
-                f"the session holds {max(held)} sequences, but the new tokens have {len(ids)} rows; give one "
-                "row per sequence."
-            )
-        if self.tokens is None:
-            return ids.long()
-        return torch.cat([self.tokens, ids.long().to(self.tokens.device)], dim=1)
-
-    def _refuse_unknown(self) -> None:
-        """Raises InPlaceTTTError if later tokens would be read at wrong positions."""
-        for stream in streams(self.cache).values():
-            stream.check_holds_state()
-        known, read = 0 if self.tokens is None else self.tokens.shape[1], self.cache.get_seq_length()
-        if read > known:
-            raise InPlaceTTTError(
-                f"the session's cache has read {read} tokens, but `tokens` holds {known}, because the cache "
-                "was passed to the model by hand or a call was interrupted; append the missing token ids to "
-                "`tokens`, or continue from an earlier fork or file."
-            )
 
     @torch.no_grad()
     def write_prompt(self, ids: Tensor, *, progress: bool = False) -> None:
@@ -218,7 +158,7 @@ class Session:
             raise InPlaceTTTError(
                 "this model's config lacks prompt_write, so nothing is written at a prompt's end; use read."
             )
-        if self._with(ids).shape[1] < 3 or ids.shape[1] == 0:
+        if appended(ids, self.model, self.cache, self.tokens).shape[1] < 3 or ids.shape[1] == 0:
             raise InPlaceTTTError(
                 "a prompt of less than three tokens has nothing to write; give a longer prompt."
             )
@@ -258,19 +198,8 @@ class Session:
             >>> session.generate(ids[:, :8], max_new_tokens=3, do_sample=False).shape
             torch.Size([1, 3])
         """
-        settings = kwargs.get("generation_config") or self.model.generation_config
-        for name, wanted in _GOES_ON_AS_ONE.items():
-            if (asked := kwargs.get(name, getattr(settings, name, None))) not in (None, wanted):
-                raise InPlaceTTTError(
-                    "a session continues one sequence of tokens per row, in its own cache; remove "
-                    f"{name}={shown(asked)} from the "
-                    "arguments and from generation_config.json, or use model.generate."
-                )
-        if (mask := kwargs.pop("attention_mask", None)) is not None and not bool(torch.as_tensor(mask).all()):
-            raise InPlaceTTTError(
-                "a session's rows cannot hold padding; give token ids of one length, or one session per row."
-            )
-        self._with(ids)
+        check_settings(self.model, kwargs)
+        appended(ids, self.model, self.cache, self.tokens)
         if self._awaits_write(ids):
             self.write_prompt(ids, progress=progress)
         else:
@@ -362,89 +291,6 @@ class Session:
             add_writes(fresh.cache, other.cache, config_of(self.model))
         return fresh
 
-    def weight_changes(self, row: int = 0) -> dict[int, WeightChange]:
-        """Computes the change of each TTT layer's W0 by the chunks written so far (paper Eq. (1): W0 + ηS).
-
-        Args:
-            row: index of the sequence in the session.
-
-        Returns:
-            A `WeightChange` per layer index. Its `matrix()` is the change [d, h] of W0.
-
-        Raises:
-            InPlaceTTTError: if the session has written nothing, or lacks that row.
-
-        Examples:
-            >>> change = session.weight_changes()[0]
-            >>> change.matrix().shape, change.is_linear
-            (torch.Size([64, 128]), True)
-        """
-        return weight_changes(self.model, self.cache, row)
-
-    def bake(self, row: int = 0) -> PreTrainedModel:
-        """Makes a plain model whose down-projections hold the session's writes: W0 + ηS.
-
-        The plain model works without `inplace_ttt` and writes nothing. It shares all other weights with the
-        session's model. It does not include the tokens of an unfinished chunk.
-
-        Args:
-            row: index of the sequence in the session.
-
-        Returns:
-            The plain model, in the base's class.
-
-        Raises:
-            InPlaceTTTError: if the session has written nothing, reads are not linear in the layer's input, or
-                a down-projection is quantized or wrapped.
-
-        Examples:
-            >>> plain = session.bake()
-            >>> type(plain).__name__
-            'LlamaForCausalLM'
-            >>> plain.save_pretrained("plain")
-        """
-        return bake(self.model, self.weight_changes(row))
-
-    def to_lora(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        rank: int = RANK,
-        row: int = 0,
-        base: str | None = None,
-        overwrite: bool = False,
-    ) -> dict[int, float]:
-        """Saves the session's writes as a LoRA adapter of its base, for PEFT, vLLM and others.
-
-        Each layer's change of W0 is replaced by its best approximation of the given rank.
-
-        Args:
-            path: adapter folder to write.
-            rank: rank of each layer's product B A, at most the model's width.
-            row: index of the sequence in the session.
-            base: folder or hub id of the base (default: the place that the model was loaded from).
-            overwrite: replace an earlier output.
-
-        Returns:
-            For each layer index, the fraction of ‖ΔW‖ (Frobenius) that the approximation loses.
-
-        Raises:
-            InPlaceTTTError: in the cases of `bake`. Also if a weight of the model differs from the base's,
-                the base is unknown, or `path` may not be replaced.
-
-        Examples:
-            >>> lost = session.to_lora("small-lora", rank=32, base="small-base")
-            >>> max(lost.values()) < 0.01
-            True
-        """
-        known = unchanged_base(self.model, base, "use bake")
-        factors = {
-            index: low_rank(change.matrix(), rank) for index, change in self.weight_changes(row).items()
-        }
-        with new_folder(path, CHECKPOINT, overwrite=overwrite, sources=[known["name_or_path"]]) as folder:
-            write_lora(folder, self.model, factors, known)
-        return {index: factor.lost for index, factor in factors.items()}
-
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the session to one safetensors file, replacing it in one step.
 
@@ -461,7 +307,7 @@ class Session:
             >>> session.save("small.state")
         """
         if self.tokens is not None:  # without tokens, a cache that was used by hand is saved as it is
-            self._refuse_unknown()
+            refuse_unknown(self.cache, self.tokens)
         tensors, attention = contents_of(self.cache)
         if self.tokens is not None:
             tensors["tokens"] = self.tokens.contiguous()

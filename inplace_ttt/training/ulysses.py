@@ -17,8 +17,8 @@ from transformers import PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
 
+from ..documents import document_starts
 from ..errors import InPlaceTTTError
-from ..layout import document_starts
 from .recipe.recipe import Recipe
 
 

@@ -19,7 +19,8 @@ from inplace_ttt.training.audit import audit_recipe, gate, write_report
 from inplace_ttt.training.audit.catalog import RECIPE
 from inplace_ttt.training.audit.rows import read_rows
 from inplace_ttt.training.audit.small_model import _narrowed_ttt
-from inplace_ttt.training.data.data import TrainingData, build_data
+from inplace_ttt.training.data.building import TrainingData
+from inplace_ttt.training.data.data import build_data
 from inplace_ttt.training.data.packing import pack
 from inplace_ttt.training.loop import parameters
 from inplace_ttt.training.model import build_model

@@ -8,7 +8,8 @@ import pytest
 from tiny import word_level
 from transformers import PreTrainedTokenizerFast
 
-from inplace_ttt.training.data.data import TrainingData, build_data
+from inplace_ttt.training.data.building import TrainingData
+from inplace_ttt.training.data.data import build_data
 from inplace_ttt.training.recipe.data_section import Data
 from inplace_ttt.training.recipe.sections import Parallel
 

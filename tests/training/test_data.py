@@ -15,11 +15,11 @@ from tiny import word_level
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerFast, default_data_collator
 
-import inplace_ttt.training.data.data as data_module
 from inplace_ttt.errors import InPlaceTTTError
 from inplace_ttt.layout import ChunkLayout
-from inplace_ttt.training.data import streams
-from inplace_ttt.training.data.data import TrainingData, build_data
+from inplace_ttt.training.data import cached, streams
+from inplace_ttt.training.data.building import TrainingData
+from inplace_ttt.training.data.data import build_data
 from inplace_ttt.training.data.row_order import rows_to_come, save_position
 from inplace_ttt.training.data.streams import Position
 from inplace_ttt.training.data.tokenizing import tokenize
@@ -263,7 +263,7 @@ class TestHeldOut:
 class TestCache:
     def test_tokenizes_once(self, build: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         first = build(folder, shuffle=True, validation_documents=2)
-        monkeypatch.setattr(data_module, "tokenize", lambda *_, **__: pytest.fail("tokenized again"))
+        monkeypatch.setattr(cached, "tokenize", lambda *_, **__: pytest.fail("tokenized again"))
         again = build(folder, shuffle=True, validation_documents=2)
         assert list(again.train) == list(first.train)
         assert again.report == first.report
@@ -281,7 +281,7 @@ class TestCache:
         )
         assert list(one.train) == list(two.train) and one.report == two.report
         assert len(list((tmp_path / "another").glob("inplace-ttt-tokens-*_of_00002.arrow"))) == 2
-        monkeypatch.setattr(data_module, "tokenize", lambda *_, **__: pytest.fail("tokenized again"))
+        monkeypatch.setattr(cached, "tokenize", lambda *_, **__: pytest.fail("tokenized again"))
         assert list(build(folder, shuffle=True, cache=str(tmp_path / "another")).train) == list(two.train)
         monkeypatch.undo()
         (folder / "numbers.jsonl").write_text('{"text": 3}\n' * 4)
@@ -299,10 +299,10 @@ class TestCache:
         code = f"""
 import sys; sys.path[:0] = {sys.path!r}
 from transformers import AutoTokenizer
-import inplace_ttt.training.data.data as data
+from inplace_ttt.training.data import cached, data
 from corpus import recipe, Data
 def never(*_, **__): raise AssertionError
-data.tokenize = data.pack = never
+cached.tokenize = cached.pack = never
 settings = Data(train=[{str(folder)!r}], sequence_length={LENGTH}, shuffle=False, cache={str(tmp_path / "cache")!r})
 print(data.build_data(recipe(settings), AutoTokenizer.from_pretrained({str(tmp_path / "tokenizer")!r}), {CHUNK}).report.sha256)
 """

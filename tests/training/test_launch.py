@@ -14,8 +14,8 @@ from torch.distributed import HashStore
 
 from inplace_ttt.errors import InPlaceTTTError
 from inplace_ttt.training import __main__ as process
+from inplace_ttt.training.loop.checkpoints import last_checkpoint
 from inplace_ttt.training.loop.meeting import Meeting
-from inplace_ttt.training.loop.run_state import last_checkpoint
 from inplace_ttt.training.loop.stopping import LAUNCHER, end_with_launcher
 from inplace_ttt.training.run import launch
 

@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from inplace_ttt import cli
 from inplace_ttt.surgery import config_of
 from inplace_ttt.training.data.data import build_data
-from inplace_ttt.training.loop.run_state import held, last_checkpoint
+from inplace_ttt.training.loop.checkpoints import last_checkpoint
+from inplace_ttt.training.loop.run_state import held
 from inplace_ttt.training.recipe.recipe import load_recipe
 
 from .runs import CHUNK, checkpoint, documents, finish, logged, recipe_file, start, trained, weights

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from inplace_ttt import load
 from inplace_ttt.files.manifest import STEP, write_manifest
-from inplace_ttt.training.loop.run_state import Saved, files_in, last_checkpoint, mark_complete
+from inplace_ttt.training.loop.checkpoints import Saved, files_in, last_checkpoint, mark_complete
 from inplace_ttt.training.loop.saving import keep_newest
 
 from .runs import checkpoint, documents, finish, recipe_file, start, trained, weights

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from inplace_ttt.errors import InPlaceTTTError
-from inplace_ttt.training.loop.run_state import last_checkpoint
+from inplace_ttt.training.loop.checkpoints import last_checkpoint
 from inplace_ttt.training.recipe.recipe import load_recipe
 from inplace_ttt.training.run.launch import launch
 from inplace_ttt.training.run.worker import meet

@@ -12,7 +12,7 @@ from ...audit.report import Report
 from ...errors import InPlaceTTTError
 from ...files.json_files import json_text, read_json
 from ...surgery import config_of
-from ..data.data import TrainingData
+from ..data.building import TrainingData
 from ..model import meta_model
 from ..recipe.recipe import Recipe, load_recipe
 from .catalog import RECIPE

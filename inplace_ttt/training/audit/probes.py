@@ -19,7 +19,8 @@ from ...audit.outcome import NotChecked, Outcome, judged
 from ...errors import InPlaceTTTError
 from ...layer.fast_linear import FastWeight
 from ...surgery import fast_weights
-from ..data.data import TrainingData, build_data
+from ..data.building import TrainingData
+from ..data.data import build_data
 from ..loop import parameters
 from ..loop.monitor import EtaWarmup
 from ..recipe.recipe import Recipe

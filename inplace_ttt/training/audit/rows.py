@@ -14,7 +14,7 @@ import torch
 
 from ...audit.outcome import Outcome, judged
 from ...tasks import IGNORED
-from ..data.data import TrainingData
+from ..data.building import TrainingData
 from ..data.row_order import rows_to_come
 from ..data.streams import RowStream
 from ..loop import batches

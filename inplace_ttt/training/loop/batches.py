@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...layout import document_starts
+from ...documents import document_starts
 from ...tasks import IGNORED
 from ..recipe.recipe import Recipe
 

@@ -19,49 +19,28 @@ import os
 import shutil
 import socket
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ...errors import InPlaceTTTError
 from ...files.folders import disk_errors, require_writable
 from ...files.json_files import read_json
 from ...files.locks import output_lock
-from ...files.manifest import MANIFEST, STEP, TRAINED, kind_in, refuse_foreign, refuse_sources, remove_written
-from ...files.schema import from_values
+from ...files.manifest import STEP, TRAINED, kind_in, refuse_foreign, refuse_sources, remove_written
 from ..recipe.changes import changes, refuse_other_results
 from ..recipe.recipe import Recipe
+from .checkpoints import COMPLETE, Saved, fault, folder_of, folders, last_step, named, read_saved
 from .meeting import Meeting
 
 logger = logging.getLogger(__name__)
 
 REPORT, FINAL, LOG, SAVING = "train_report.json", "final", "log.jsonl", ".saving"
-_COMPLETE, _GIVEN_UP, _SHOWN, _MARK = "complete", ".from-scratch", ".process-", ".inplace-ttt-run"
+_GIVEN_UP, _SHOWN, _MARK = ".from-scratch", ".process-", ".inplace-ttt-run"
 _NAMES = (REPORT, LOG, "audit.html", "audit.json", "audit.md", "diagnose", "tensorboard")
 """Other files and folders of a run's output, besides checkpoints and `final`."""
-
-
-@dataclass(frozen=True)
-class Saved:
-    """The contents of a checkpoint's file `complete`.
-
-    Attributes:
-        files: path -> bytes of the checkpoint's files on this disk.
-        facts: the settings, weights and data that made it.
-        changes: settings that were changed at earlier resumes.
-        skipped_steps: steps skipped so far.
-        ranks: processes whose files are on this disk.
-    """
-
-    files: dict[str, int]
-    facts: dict[str, Any]
-    changes: list[dict[str, Any]] = field(default_factory=list)
-    skipped_steps: int = 0
-    ranks: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -98,7 +77,7 @@ def held(recipe: Recipe, resume: bool) -> Iterator[None]:
     """
     output = Path(recipe.output)
     if not (resume and finished(recipe)):
-        refuse_others(recipe, _last_step(output) if resume else 0)
+        refuse_others(recipe, last_step(output) if resume else 0)
     require_writable(output, "choose another output")
     with disk_errors(output):
         output.mkdir(parents=True, exist_ok=True)
@@ -123,14 +102,14 @@ def refuse_others(recipe: Recipe, done: int) -> None:
     output = Path(recipe.output)
     model = recipe.model
     read = [model.path, model.tokenizer, *recipe.data.train, *recipe.data.validation]
-    written = [output / FINAL, *(entry for step, entry in _named(output).items() if step > done)]
+    written = [output / FINAL, *(entry for step, entry in named(output).items() if step > done)]
     for source in filter(os.path.lexists, filter(None, read)):
         if Path(os.path.realpath(output)).is_relative_to(os.path.realpath(source)):
             raise InPlaceTTTError(
                 f"the run's output {output} is or lies in {source}, which the run reads; choose another "
                 "output."
             )
-        for folder in (output / FINAL, *_named(output).values()):  # the run removes older checkpoints
+        for folder in (output / FINAL, *named(output).values()):  # the run removes older checkpoints
             refuse_sources(folder, [source])
     if os.path.lexists(output) and not output.is_dir():
         raise InPlaceTTTError(f"the run's output {output} is a file, not a folder; choose another output.")
@@ -147,12 +126,6 @@ def refuse_others(recipe: Recipe, done: int) -> None:
                     f"{folder} is in the way, and no run wrote it; move it away, or choose another output."
                 )
             refuse_foreign(folder, TRAINED if folder.name == FINAL else STEP)
-
-
-def _last_step(output: Path) -> int:
-    """Returns the step of the newest complete checkpoint on this disk, 0 without one."""
-    last = last_checkpoint(output)
-    return 0 if last is None else int(last.name.rpartition("-")[2])
 
 
 def claim(output: Path) -> None:
@@ -210,8 +183,8 @@ def agree(recipe: Recipe, meeting: Meeting, resume: bool) -> Start:
         if leads and not (output / _GIVEN_UP).exists():
             faults = {
                 step: fault(folder, readers)
-                for step, folder in _folders(output).items()
-                if (folder / _COMPLETE).exists()
+                for step, folder in folders(output).items()
+                if (folder / COMPLETE).exists()
             }
             mine["whole"] = [step for step, problem in faults.items() if problem is None]
             mine["broken"] = {str(step): problem for step, problem in faults.items() if problem is not None}
@@ -223,8 +196,8 @@ def agree(recipe: Recipe, meeting: Meeting, resume: bool) -> Start:
     if step is None:
         return Start(place, leads, one_disk)
     if step > recipe.steps:
-        raise _too_far(str(_folder(output, step)), step, recipe)
-    return Start(place, leads, one_disk, _folder(output, step), step)
+        raise _too_far(str(folder_of(output, step)), step, recipe)
+    return Start(place, leads, one_disk, folder_of(output, step), step)
 
 
 def settle(start: Start, output: Path, from_scratch: bool) -> None:
@@ -244,9 +217,9 @@ def settle(start: Start, output: Path, from_scratch: bool) -> None:
     if from_scratch:
         (output / _GIVEN_UP).touch()
     given_up = (output / _GIVEN_UP).exists()
-    for step, folder in _folders(output).items():
+    for step, folder in folders(output).items():
         if kind_in(folder) == STEP and (given_up or step > start.done or fault(folder) is not None):
-            (folder / _COMPLETE).unlink(missing_ok=True)
+            (folder / COMPLETE).unlink(missing_ok=True)
             remove_written(folder)
     if given_up:
         (output / REPORT).unlink(missing_ok=True)
@@ -255,28 +228,6 @@ def settle(start: Start, output: Path, from_scratch: bool) -> None:
     # a comparison before the first step has step 0, hence -1
     shorten_log(output / LOG, -1 if given_up or not start.done else start.done)
     (output / _GIVEN_UP).unlink(missing_ok=True)
-
-
-def files_in(folder: Path) -> dict[str, int]:
-    """Returns path -> bytes of a checkpoint's files that this process can see."""
-    found = (
-        Path(root) / name
-        for root, _, names in os.walk(folder)
-        for name in names
-        if name not in (_COMPLETE, MANIFEST)
-    )
-    return {file.relative_to(folder).as_posix(): file.stat().st_size for file in found}
-
-
-def mark_complete(folder: Path, saved: Saved) -> None:
-    """Writes the file `complete`. The checkpoint counts once it also has its final name."""
-    (folder / _COMPLETE).write_text(json.dumps(asdict(saved), indent=1) + "\n", encoding="utf-8")
-
-
-def read_saved(folder: Path) -> Saved:
-    """Reads the file `complete`. Raises InPlaceTTTError if it is missing or damaged."""
-    file = folder / _COMPLETE
-    return from_values(Saved, read_json(file, "its list of files is missing or damaged"), str(file))
 
 
 def made_by(start: Start, facts: dict[str, Any]) -> Saved:
@@ -296,49 +247,6 @@ def made_by(start: Start, facts: dict[str, Any]) -> Saved:
         {"after_step": start.done, **change} for change in changes(before.facts, facts, str(start.checkpoint))
     ]
     return Saved({}, facts, [*before.changes, *new], before.skipped_steps)
-
-
-def fault(folder: Path, readers: Sequence[int] = ()) -> str | None:
-    """Returns the fault of a checkpoint on this disk, None if it is complete.
-
-    Args:
-        folder: the checkpoint.
-        readers: processes that would read it.
-    """
-    try:
-        saved = read_saved(folder)
-    except InPlaceTTTError as error:
-        return str(error).rstrip(".")
-    try:
-        here = files_in(folder)
-    except OSError as error:
-        return f"it cannot be read ({error.strerror})"
-    for name, size in saved.files.items():
-        if name not in here:
-            return f"it lacks {name}"
-        if here[name] != size:
-            return f"{name} has {here[name]:,} bytes instead of {size:,}"
-    if saved.ranks and not set(readers) <= set(saved.ranks):
-        return (
-            f"processes {saved.ranks} saved it, but {list(readers)} would read it: give each "
-            "node the rank it had"
-        )
-    return None
-
-
-def last_checkpoint(output: str | os.PathLike[str]) -> Path | None:
-    """Returns the newest complete checkpoint on this disk, None without one."""
-    whole = complete_checkpoints(Path(output))
-    return whole[-1] if whole else None
-
-
-def complete_checkpoints(output: Path) -> list[Path]:
-    """Returns the complete checkpoints on this disk, oldest first."""
-    return [
-        folder
-        for _, folder in sorted(_folders(output).items())
-        if kind_in(folder) == STEP and fault(folder) is None
-    ]
 
 
 def _place(meeting: Meeting, output: Path) -> int:
@@ -377,7 +285,7 @@ def _newest(output: Path, leaders: dict[int, dict[str, Any]], says: bool) -> int
     if known and not usable:
         newest = max(known)
         raise InPlaceTTTError(
-            f"{_folder(output, newest)} is not complete, nor is any other checkpoint: {lacking[newest]}; "
+            f"{folder_of(output, newest)} is not complete, nor is any other checkpoint: {lacking[newest]}; "
             "bring it back, or start "
             "anew with --from-scratch."
         )
@@ -387,9 +295,9 @@ def _newest(output: Path, leaders: dict[int, dict[str, Any]], says: bool) -> int
     for broken in sorted(other for other in lacking if other > step and says):
         logger.warning(
             "%s is not complete: %s; the run continues from %s",
-            _folder(output, broken),
+            folder_of(output, broken),
             lacking[broken],
-            _folder(output, step),
+            folder_of(output, step),
         )
     return step
 
@@ -406,29 +314,6 @@ def _too_far(where: str, steps: int, recipe: Recipe) -> InPlaceTTTError:
         "training.steps, name another output, or "
         "start anew with --from-scratch."
     )
-
-
-def _folder(output: Path, step: int) -> Path:
-    return output / f"{PREFIX_CHECKPOINT_DIR}-{step}"
-
-
-def _folders(output: Path) -> dict[int, Path]:
-    """Returns step -> folder for every folder with a checkpoint's name."""
-    return {step: entry for step, entry in _named(output).items() if entry.is_dir()}
-
-
-def _named(output: Path) -> dict[int, Path]:
-    """Returns step -> path for everything with a checkpoint's name.
-
-    The result is empty if the output is missing, or another rank removes it meanwhile.
-    """
-    try:
-        found = sorted(
-            (folder.name.rpartition("-")[2], folder) for folder in output.glob(f"{PREFIX_CHECKPOINT_DIR}-*")
-        )
-    except FileNotFoundError:
-        found = []
-    return {int(step): entry for step, entry in found if step.isdecimal()}
 
 
 def shorten_log(log: Path, done: int) -> None:

@@ -18,7 +18,8 @@ from transformers import PreTrainedModel, TrainerCallback
 from ...errors import InPlaceTTTError, one_line
 from ...files.folders import put_in_place
 from ...files.manifest import remove_written, write_manifest
-from .run_state import SAVING, complete_checkpoints
+from .checkpoints import complete_checkpoints
+from .run_state import SAVING
 
 logger = logging.getLogger(__name__)
 

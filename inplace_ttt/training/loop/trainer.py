@@ -31,10 +31,11 @@ from ..data.row_order import save_position
 from ..recipe.changes import WEIGHTS
 from ..recipe.recipe import Recipe
 from .batches import held_out_batches, needs_document_lengths, where_learned, with_document_lengths
+from .checkpoints import Saved, files_in, last_checkpoint, mark_complete
 from .guards import SkippedSteps, clip_finite
 from .held_out import held_out_sums
 from .parameters import group_settings, parameter_groups, schedule
-from .run_state import FINAL, SAVING, Saved, Start, files_in, last_checkpoint, mark_complete
+from .run_state import FINAL, SAVING, Start
 from .saving import install, keep_newest, saving
 from .speed import Clock
 from .stopping import Stopping

@@ -23,7 +23,8 @@ from ...files.text import ids_within, require_known_ids
 from ...ops.precision import note_on_emulation
 from ...surgery import config_of
 from ..audit import audit_recipe, write_report
-from ..data.data import TrainingData, build_data
+from ..data.building import TrainingData
+from ..data.data import build_data
 from ..data.practice import seen_anyway, with_practice
 from ..data.row_order import rows_to_come
 from ..loop.arguments import open_group, training_arguments

@@ -12,7 +12,7 @@ from inplace_ttt.layer.fast_linear import FastWeight
 from inplace_ttt.surgery import fast_weights
 from inplace_ttt.tasks import IGNORED
 from inplace_ttt.training import model
-from inplace_ttt.training.data import data, packing
+from inplace_ttt.training.data import cached, packing
 from inplace_ttt.training.loop import batches, parameters, trainer
 from inplace_ttt.training.run import worker
 
@@ -96,8 +96,8 @@ def rows_repeat(patch: Patch) -> None:
     def pack(*args: Any, **kwargs: Any) -> dict[str, np.ndarray]:
         return {name: np.repeat(values[:1], len(values), 0) for name, values in real(*args, **kwargs).items()}
 
-    real = data._pack_rows
-    patch.setattr(data, "_pack_rows", pack)
+    real = cached._pack_rows
+    patch.setattr(cached, "_pack_rows", pack)
 
 
 def collated(change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Plant:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import inplace_ttt.layout
+import inplace_ttt.documents
 from inplace_ttt.config import InPlaceTTTConfig
 from inplace_ttt.layer.fast_linear import FastWeight
 from inplace_ttt.layer.forward_context import ForwardContext
@@ -64,7 +64,7 @@ def documents_begin_at_zero(size: float, when: When) -> Plant:
             found[:, 0] = True
             return found
 
-        patch.setattr(inplace_ttt.layout, "document_starts", starts)
+        patch.setattr(inplace_ttt.documents, "document_starts", starts)
 
     return plant
 
