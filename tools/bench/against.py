@@ -30,18 +30,21 @@ FILE = "{json}"
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        usage="against.py REVISION [--rounds N] [-- ARGUMENT …]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("revision", help="commit, branch or tag to compare with")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="runs of each tree (default: 3)")
-    parser.add_argument("command", nargs="*", default=BENCH, help="arguments of Python, after --")
-    args = parser.parse_args()
+    words = sys.argv[1:]
+    end = words.index("--") if "--" in words else len(words)
+    args, command = parser.parse_args(words[:end]), words[end + 1 :] or BENCH
     ours, theirs = list[dict[str, float]](), list[dict[str, float]]()
     with worktree(args.revision) as other:
         for number in range(args.rounds):
             turns = [(ROOT, ours), (other, theirs)]
             for tree, found in turns if number % 2 == 0 else turns[::-1]:
-                found.append(times(run(tree, args.command)))
+                found.append(times(run(tree, command)))
                 print(f"round {number + 1} of {args.rounds}: {tree}", file=sys.stderr, flush=True)
     for name in ours[0]:
         if all(name in found for found in (*ours, *theirs)):
