@@ -10,6 +10,7 @@ import dataclasses
 import doctest
 import importlib
 import inspect
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -68,14 +69,22 @@ def found(name: str) -> Any:
     return getattr(importlib.import_module(module), last)
 
 
+def described(kind: type) -> list[type]:
+    """The class, and the package's classes that it derives from, up to the first one that the page lists."""
+    listed = [found(name) for name in NAMES]
+    parents = [parent for parent in kind.__mro__[1:] if parent.__module__.startswith("inplace_ttt")]
+    return [kind, *itertools.takewhile(lambda parent: parent not in listed, parents)]
+
+
 def methods(kind: type) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Public methods that the class defines itself; those that a parent describes are left out."""
-    for name, value in vars(kind).items():
-        function = getattr(value, "__func__", value)
-        function = getattr(function, "__wrapped__", function)
-        inherited = any(hasattr(parent, name) for parent in kind.__mro__[1:])
-        if inspect.isfunction(function) and not name.startswith("_") and not inherited:
-            yield name, function
+    """Public methods of the described classes; those that a further parent describes are left out."""
+    for each in described(kind):
+        for name, value in vars(each).items():
+            function = getattr(value, "__func__", value)
+            function = getattr(function, "__wrapped__", function)
+            inherited = any(hasattr(parent, name) for parent in each.__mro__[1:])
+            if inspect.isfunction(function) and not name.startswith("_") and not inherited:
+                yield name, function
 
 
 def documented(name: str) -> list[Documented]:
