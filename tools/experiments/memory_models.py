@@ -79,8 +79,6 @@ class Model:
 
 
 SMOLLM2 = Model(MODEL, LAYERS, WINDOW, past=WINDOW, besides=BESIDES)
-
-
 MODELS = {
     "smollm2-135m": SMOLLM2,
     "smollm2-135m-float32": dataclasses.replace(

@@ -23,7 +23,6 @@ from inplace_ttt.files.results import Results
 from inplace_ttt.reports.statistics import Mean
 
 LOSSES = ("off", "on", "mismatched")
-
 COLUMNS = (
     "difference",
     "gain",
