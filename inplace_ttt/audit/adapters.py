@@ -8,36 +8,19 @@ implementation, derive from `AuditedModule` and pass an instance to `audit_modul
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from .layer_tensors import LayerTensors
 from .outcome import NotChecked
+from .stream import Stream
 
 
-class Stream(Protocol):
-    """A sequence that is read in pieces.
-
-    Optional members:
-
-    - `state`: the tensor that the stream carries from piece to piece.
-    - `tensors()`: the stream's tensors by name, if they are not the module's own.
-    - `take_back(n)`: removes the last n tokens.
-    - `saved()`: returns a stream restored from the data that a save would write.
-    """
-
-    def __call__(self, x: Tensor, target: Tensor) -> Tensor:
-        """Returns outputs [1, n, d] of the next n tokens; inputs x [1, n, input], target source [1, n, d]."""
-
-    def reset(self) -> None:
-        """Clears the stream. Another sequence can then begin."""
-
-
-class AuditedModule(ABC):
+class AuditedModule(LayerTensors):
     """Gives the probes access to one TTT layer. Derive from it to audit another implementation.
 
     `forward`, `keys`, `fast_weight`, `conv` and `proj` are required. The probes use the other members if they
@@ -156,26 +139,6 @@ class AuditedModule(ABC):
         return self.keys(x)
 
     @property
-    @abstractmethod
-    def fast_weight(self) -> Tensor:
-        """The model's own down-projection W0 [d, h], which should be the fast weight."""
-
-    @property
-    @abstractmethod
-    def conv(self) -> Tensor:
-        """Kernel of the target's convolution: [d, 1, k] if depthwise, [d, d, k] if dense."""
-
-    @property
-    @abstractmethod
-    def proj(self) -> Tensor | None:
-        """W_target [d, d], as stored; None if the target is the convolution's output."""
-
-    @property
-    def bias(self) -> Tensor | None:
-        """Bias of the down-projection [d], or None."""
-        return None
-
-    @property
     def tau(self) -> float | None:
         """Declared bound on the norm of a chunk's delta at inference; None if unknown or not clipped."""
         return None
@@ -184,34 +147,6 @@ class AuditedModule(ABC):
     def own_chunk(self) -> int:
         """Tokens per chunk outside the audit; `chunk_size` may be shorter for the probes."""
         return self.chunk_size
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Lists every parameter and buffer. A probe compares them before and after a forward.
-
-        Returns:
-            The tensors by name.
-
-        Examples:
-            >>> list(layer.tensors())
-            ['fast weight', 'conv', 'proj']
-        """
-        found = {"fast weight": self.fast_weight, "conv": self.conv, "proj": self.proj}
-        return {name: tensor for name, tensor in found.items() if tensor is not None}
-
-    def is_fast(self, name: str) -> bool:
-        """Checks if a tensor is the fast weight or holds its state.
-
-        Args:
-            name: its name in `tensors`.
-
-        Returns:
-            True for the fast weight and for every tensor that holds its state.
-
-        Examples:
-            >>> [name for name in layer.tensors() if layer.is_fast(name)]
-            ['fast weight']
-        """
-        return name == "fast weight"
 
     def inputs(self, n: int, generator: torch.Generator) -> Tensor:
         """Draws inputs whose keys are linearly independent.
@@ -381,22 +316,6 @@ class AuditedModule(ABC):
         raise NotChecked("the adapter does not report the precision in which the layer is used")
         yield self
 
-    @contextmanager
-    def bare(self) -> Iterator[None]:
-        """Sets W0 to zero inside the context, if rounding next to W0 would hide the writes.
-
-        Override it for a module that runs in one low precision only. The default changes nothing.
-
-        Yields:
-            None.
-
-        Examples:
-            >>> with layer.bare():
-            ...     bool(layer.fast_weight.any())  # the default keeps W0
-            True
-        """
-        yield
-
     def ranks(self, x: Tensor, target: Tensor, parts: int) -> Tensor:
         """Computes outputs of ranks that share the rows, each with an equal number of complete chunks.
 
@@ -419,41 +338,3 @@ class AuditedModule(ABC):
             the module cannot spread a sequence over ranks
         """
         raise NotChecked("the module cannot spread a sequence over ranks")
-
-    @contextmanager
-    def unclipped(self) -> Iterator[None]:
-        """Disables the module's own clip of a chunk's write inside the context, if the module can do so.
-
-        Yields:
-            None.
-
-        Examples:
-            >>> with layer.unclipped():
-            ...     layer.forward(x, target).shape
-            torch.Size([1, 40, 16])
-        """
-        yield
-
-    @contextmanager
-    def guarded(self) -> Iterator[None]:
-        """Restores on exit every tensor that a run inside the context changed.
-
-        A module that keeps its state in a parameter makes such changes.
-
-        Yields:
-            None.
-
-        Examples:
-            >>> before = layer.fast_weight.clone()
-            >>> with layer.guarded():
-            ...     _ = layer.fast_weight.zero_()
-            >>> layer.fast_weight.equal(before)
-            True
-        """
-        before = {name: tensor.detach().clone() for name, tensor in self.tensors().items()}
-        try:
-            yield
-        finally:
-            for name, tensor in self.tensors().items():
-                if not torch.equal(tensor.detach(), before[name]):
-                    tensor.data.copy_(before[name])

@@ -22,9 +22,10 @@ from ..layout import ChunkLayout
 from ..ops import fast_weight as op
 from ..ops import form_of, state_dtype
 from ..surgery import fast_weights
-from .adapters import AuditedModule, Stream
+from .adapters import AuditedModule
 from .law import key_size
 from .outcome import NotChecked
+from .stream import Stream
 
 
 class ConvertedLayer(AuditedModule):

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .adapters import AuditedModule, Stream
+from .adapters import AuditedModule
 from .outcome import NotChecked
+from .stream import Stream
 
 
 class CopiedModule(AuditedModule):

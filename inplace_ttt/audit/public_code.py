@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .adapters import AuditedModule, Stream
+from .adapters import AuditedModule
 from .borrowing import probe_chunk
 from .copied import CopiedModule, ReferenceMLP
 from .outcome import NotChecked
+from .stream import Stream
 
 
 class PublicMLP(ReferenceMLP):

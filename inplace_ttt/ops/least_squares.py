@@ -39,7 +39,8 @@ from torch.autograd.function import once_differentiable
 
 from ..layout import ChunkLayout, Span
 from ..rules import RidgeRule
-from .least_squares_walk import Gradients, Walk
+from .least_squares_gradients import Gradients
+from .least_squares_walk import Walk
 from .precision import in_full_precision
 
 

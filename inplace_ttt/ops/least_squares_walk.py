@@ -24,6 +24,7 @@ from torch import Tensor
 from ..layout import ChunkLayout, Span
 from ..rules import RidgeRule
 from .groups import Group, chunks_together, groups
+from .least_squares_gradients import Gradients
 from .normal_equations import Factor, damping, factor
 from .precision import state_dtype
 from .products import Operand, product
@@ -32,23 +33,6 @@ from .stretches import Stretch, chunks_in_stretch, serve_gradients
 
 _Step = tuple[Tensor | Operand, Tensor | Operand, float]
 """Two matrices [n, ·, ·] and the number that multiplies their product."""
-
-
-@dataclass(frozen=True)
-class Gradients:
-    """Gradients of keys (in the sums' precision), targets and, if present, the gate. They start at zero."""
-
-    k: Tensor
-    v: Tensor
-    gate: Tensor | None
-
-    @classmethod
-    def of(cls, k: Tensor, v: Tensor, gate: Tensor | None) -> Gradients:
-        return cls(
-            torch.zeros_like(k, dtype=state_dtype(k.dtype)),
-            torch.zeros_like(v),
-            None if gate is None else torch.zeros_like(gate),
-        )
 
 
 @dataclass(eq=False)

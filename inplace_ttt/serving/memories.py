@@ -13,55 +13,17 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ..errors import shown
 from ..files.folders import new_file
-from .memory import RESTING, SAVED, Memory, Refused, about_file, check_name, check_writable
+from .memory import RESTING, SAVED, Memory, Refused, about_file, check_name, check_writable, unknown
+from .memory_settings import MemorySettings, Turn
 from .request_settings import KNOWN
+from .worker_calls import Engine, call, make_folder_of, receive
 
 _LOG = logging.getLogger(f"vllm.{__name__}")
-
-
-class Engine(Protocol):
-    """vLLM's `EngineClient`."""
-
-    async def collective_rpc(
-        self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()
-    ) -> list[Any]: ...
-
-
-@dataclass(frozen=True)
-class MemorySettings:
-    """Settings of `Memories`.
-
-    Attributes:
-        folder: the folder for saved memories, and for those moved to disk.
-        per_user: the largest number of memories per user.
-        in_memory: the largest total size of the snapshots in the workers, in bytes.
-        upload: the largest size of an uploaded file, in bytes.
-    """
-
-    folder: str = "memories"
-    per_user: int = 64
-    in_memory: int = 4 << 30
-    upload: int = 1 << 30
-
-
-@dataclass(eq=False)
-class Turn:
-    """One request's use of a memory.
-
-    Attributes:
-        start: the id of the snapshot that the request starts from; None for W0.
-        keep: the name under which the worker keeps the request's final state; None if the request is frozen.
-    """
-
-    memory: Memory
-    start: str | None
-    keep: str | None
 
 
 class Memories:
@@ -112,7 +74,7 @@ class Memories:
         """Returns a user's memory. Raises Refused (404) if there is none of that name."""
         memory = self._of(user).get(check_name(name))
         if memory is None or not memory.exists:
-            raise _unknown(name)
+            raise unknown(name)
         return memory
 
     async def begin(self, user: str, name: str, freeze: bool) -> Turn:
@@ -205,10 +167,10 @@ class Memories:
         """
         memory = await self._own(user, name)
         try:
-            _make_folder_of(memory.file)
+            make_folder_of(memory.file)
             # the memory's lock guards the name, since the folder belongs to this server alone
             with new_file(memory.file, ours=True) as partial:
-                await self._receive(body, partial)
+                await receive(body, partial, self.settings.upload)
                 made = await self._made("ttt_load", str(partial), status=400)
             await self._replace(memory, made)
         finally:
@@ -308,7 +270,7 @@ class Memories:
         Raises Refused if it was deleted while another task loaded it or moved it to disk.
         """
         if (snapshot := await self._wake(memory)) is None:
-            raise _unknown(memory.name)
+            raise unknown(memory.name)
         return snapshot
 
     async def _replace(self, memory: Memory, snapshot: str) -> None:
@@ -324,7 +286,7 @@ class Memories:
     async def _made(self, how: str, what: str, status: int) -> str:
         """Makes a new snapshot through the worker's method `how`, and returns its id."""
         name = uuid.uuid4().hex
-        self._about[name] = await self._call(how, name, what, status=status)
+        self._about[name] = await call(self.engine, how, name, what, status=status)
         KNOWN.add(name)
         return name
 
@@ -349,22 +311,9 @@ class Memories:
         gone, memory.snapshot = memory.snapshot, None
         await self._let_go(gone)
 
-    async def _receive(self, body: AsyncIterator[bytes], file: Path) -> None:
-        size = 0
-        with file.open("wb") as written:
-            async for block in body:
-                size += len(block)
-                if size > self.settings.upload:
-                    raise Refused(
-                        f"the file is larger than {self.settings.upload:,} bytes, the largest size of an "
-                        "upload.",
-                        413,
-                    )
-                written.write(block)
-
     async def _write(self, snapshot: str, file: Path) -> None:
-        _make_folder_of(file)
-        await self._call("ttt_save", snapshot, str(file), status=507)
+        make_folder_of(file)
+        await call(self.engine, "ttt_save", snapshot, str(file), status=507)
 
     async def _make_room(self) -> Refused | None:
         """Moves the least recently used memories to disk, except those that a request writes.
@@ -393,30 +342,3 @@ class Memories:
 
     def _has_room(self) -> bool:
         return sum(about["bytes"] for about in self._about.values()) <= self.settings.in_memory
-
-    async def _call(self, method: str, *args: str, status: int) -> Mapping[str, int]:
-        """Calls a method of all workers, and returns the answer, with `bytes` summed over workers.
-
-        Raises Refused with the message of a worker that failed.
-        """
-        answers = await self.engine.collective_rpc(method, args=args)
-        for answer in answers:
-            if "error" in answer:
-                raise Refused(answer["error"], status)
-        return {
-            name: sum(answer[name] for answer in answers) if name == "bytes" else answers[0][name]
-            for name in answers[0]
-        }
-
-
-def _unknown(name: str) -> Refused:
-    return Refused(
-        f"memory {shown(name)} does not exist; create it by a request without freeze, or by an upload.", 404
-    )
-
-
-def _make_folder_of(file: Path) -> None:
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise Refused(f"the server's folder of memories is not writable: {error.strerror}.", 507) from None

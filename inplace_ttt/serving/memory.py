@@ -107,3 +107,9 @@ def check_writable(folder: Path) -> None:
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         TemporaryFile(dir=folder).close()
+
+
+def unknown(name: str) -> Refused:
+    return Refused(
+        f"memory {shown(name)} does not exist; create it by a request without freeze, or by an upload.", 404
+    )

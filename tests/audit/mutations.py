@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
-from models import seven_layers
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from inplace_ttt import InPlaceTTTConfig, UpdateClip, surgery
-from inplace_ttt.audit import Report, audit_model
 from inplace_ttt.layer.fast_linear import FastWeight
 from inplace_ttt.layer.stream import FastWeightStream
 from inplace_ttt.layer.target import TargetGenerator
@@ -24,48 +19,7 @@ from inplace_ttt.ops import chunk_conv, chunked
 from inplace_ttt.ops import fast_weight as op
 from inplace_ttt.surgery import fast_weights
 
-Patch = pytest.MonkeyPatch
-BESIDE = {
-    "the clip bounds the largest entry": {"take-back", "every-layer", "in-pieces"},
-    "the clip holds in training too": {"in-training"},
-    "the clip leaves G out": {"document-grid", "take-back", "in-pieces"},
-    "each rank starts from W0": {"in-pieces"},
-    "G goes on into the next document": {"in-batches"},
-    "a stream reads with the map of before": {"token-by-token"},
-    "W0 is given centered inputs": {"gradient"},
-}
-"""By fault, the items that say where it shows, beside the one that says what it is; of all others the owner
-stands alone."""
-
-
-def expected(mutation: Mutation) -> set[str]:
-    """The undeclared deviations of a mutated package, all of them."""
-    return {mutation.owner, *BESIDE.get(mutation.what, ())}
-
-
-@dataclass(frozen=True)
-class Mutation:
-    """A fault planted in this package: by settings, by `plant` before the conversion, by `spoil` on the
-    converted model."""
-
-    what: str
-    owner: str
-    plant: Callable[[Patch], None] | None = None
-    spoil: Callable[[PreTrainedModel], None] | None = None
-    settings: dict[str, Any] | None = None
-    sound: bool = True
-    """Whether the same settings without the planted fault raise nothing; False where the settings are the
-    fault."""
-
-    def report(self, patch: Patch | None, seed: int = 0, profile: str = "paper") -> Report:
-        """Audit the model, with the fault planted if there is a `patch` to plant it with."""
-        if patch is not None and self.plant is not None:
-            self.plant(patch)
-        model = seven_layers(seed, **(self.settings or {}))
-        if patch is not None and self.spoil is not None:
-            self.spoil(model)
-        return audit_model(model, seed=seed, profile=profile)
-
+from .mutation import Mutation, Patch
 
 # Faults in this package.
 

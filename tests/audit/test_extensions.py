@@ -7,7 +7,7 @@ from families import build
 from models import seven_layers
 
 from audit.extension_mutations import CLIPPED, EXTENSION, RAW, RIDGE
-from audit.mutations import Mutation, expected
+from audit.mutation import Mutation, expected
 from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, KeyWhitening, UpdateClip, convert
 from inplace_ttt.audit import audit_model
 from inplace_ttt.audit.limits import limits

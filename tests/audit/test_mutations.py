@@ -4,7 +4,8 @@ import pytest
 import torch
 from models import seven_layers
 
-from audit.mutations import PRODUCT, Mutation, expected
+from audit.mutation import Mutation, expected
+from audit.mutations import PRODUCT
 from audit.toy import FOREIGN, foreign
 from inplace_ttt.audit import audit_model, catalog
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from inplace_ttt.audit import AuditedModule, Report, audit_module
-from inplace_ttt.audit.adapters import Stream
+from inplace_ttt.audit.stream import Stream
 
 D, H, CHUNK, ETA = 10, 40, 12, 0.7
 

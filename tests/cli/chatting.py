@@ -16,9 +16,14 @@ from typing import Any
 
 import pytest
 import tiny
+import torch
 from forkserver import FORKSERVER
+from transformers import AutoTokenizer
 
-from inplace_ttt import cli
+from inplace_ttt import Session, cli
+from inplace_ttt.checkpoint.opened import load
+from inplace_ttt.cli.chat.conversation import Conversation
+from inplace_ttt.cli.chat.turns import Turns
 
 WORDS = [f"Ġ{word}" for word in ("the", "sea", "whale", "and", "ship", "captain", "harpoon", "night")]
 """Tokens with a space before them, so that an answer of them is tokenized as it was generated."""
@@ -104,3 +109,17 @@ def _chat(terminal: str, words: list[str]) -> None:
     sys.stdin, sys.stdout, sys.stderr = (os.fdopen(n, mode) for n, mode in enumerate(("r", "w", "w")))
     sys.argv[1:] = ["chat", *words]
     sys.exit(cli.main())
+
+
+SHORT = ("--max-new-tokens", 5)
+
+
+def session_in(file: Path, model: Path) -> Session:
+    return Session.load(file, load(str(model), dtype=torch.float32).eval())
+
+
+def conversation(model: Path, most: int = 5) -> Conversation:
+    """A conversation in memory."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    turns = Turns(tokenizer, None, str(model))
+    return Conversation(load(str(model), dtype=torch.float32).eval(), turns, str(model), most, 0.0)

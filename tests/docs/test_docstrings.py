@@ -10,6 +10,7 @@ import dataclasses
 import doctest
 import importlib
 import inspect
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,7 +25,6 @@ from transformers.utils import logging
 import inplace_ttt
 from inplace_ttt.audit import AuditedModule
 from inplace_ttt.clients.settings import settings_of
-from inplace_ttt.session.exports import WeightExports
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
@@ -34,8 +34,6 @@ ABSENT = {PLUGIN, "inplace_ttt.clients.llamafactory.run", "inplace_ttt.clients.s
 NAMES = [name for name in re.findall(r"^::: (\S+)$", PAGE, flags=re.MULTILINE) if name not in ABSENT]
 INTERFACES = (AuditedModule,)
 """Classes to derive from: the class's example shows the methods together."""
-PARTS = (WeightExports,)
-"""Classes that hold a part of a public class's methods."""
 SLOW = {
     f"inplace_ttt.{name}" for name in ("audit.audit_model", "diagnostics.write_report", "InPlaceTTTCallback")
 }
@@ -71,15 +69,22 @@ def found(name: str) -> Any:
     return getattr(importlib.import_module(module), last)
 
 
+def described(kind: type) -> list[type]:
+    """The class, and the package's classes that it derives from, up to the first one that the page lists."""
+    listed = [found(name) for name in NAMES]
+    parents = [parent for parent in kind.__mro__[1:] if parent.__module__.startswith("inplace_ttt")]
+    return [kind, *itertools.takewhile(lambda parent: parent not in listed, parents)]
+
+
 def methods(kind: type) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Public methods that the class or its parts define; those that another parent describes are left out."""
-    own = [kind, *(part for part in PARTS if issubclass(kind, part))]
-    for name, value in (method for part in own for method in vars(part).items()):
-        function = getattr(value, "__func__", value)
-        function = getattr(function, "__wrapped__", function)
-        inherited = any(hasattr(parent, name) for parent in kind.__mro__[1:] if parent not in own)
-        if inspect.isfunction(function) and not name.startswith("_") and not inherited:
-            yield name, function
+    """Public methods of the described classes; those that a further parent describes are left out."""
+    for each in described(kind):
+        for name, value in vars(each).items():
+            function = getattr(value, "__func__", value)
+            function = getattr(function, "__wrapped__", function)
+            inherited = any(hasattr(parent, name) for parent in each.__mro__[1:])
+            if inspect.isfunction(function) and not name.startswith("_") and not inherited:
+                yield name, function
 
 
 def documented(name: str) -> list[Documented]:

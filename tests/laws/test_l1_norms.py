@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from models import distance
-from test_l1_reference import DOCUMENTS, ETA, TOLERANCE, D, H, inputs, layout_of
-from test_l1_reference import run as results_of
+from op_runs import DOCUMENTS, ETA, TOLERANCE, D, H, inputs, layout_of
+from op_runs import run as results_of
 from torch import Tensor
 
 from inplace_ttt import InPlaceTTTError

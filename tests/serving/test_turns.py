@@ -17,9 +17,11 @@ import pytest
 from inplace_ttt import InPlaceTTTError
 from inplace_ttt.files.locks import output_lock
 from inplace_ttt.serving import benchmark, server
-from inplace_ttt.serving.http import Asked, RequestsWithMemory
-from inplace_ttt.serving.memories import Memories, MemorySettings
+from inplace_ttt.serving.asked import Asked
+from inplace_ttt.serving.http import RequestsWithMemory
+from inplace_ttt.serving.memories import Memories
 from inplace_ttt.serving.memory import Refused
+from inplace_ttt.serving.memory_settings import MemorySettings
 
 
 class Engine:

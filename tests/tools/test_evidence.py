@@ -12,6 +12,7 @@ import facts_evidence
 import grid_evidence
 import kept_runs
 import memory_evidence
+import memory_models
 import pytest
 import recall_ablation
 from sine import Sine
@@ -39,7 +40,7 @@ def test_tables_come_from_what_is_kept(
     name = tool.__name__.removesuffix("_evidence")
     kept = tmp_path / f"{name}.json"
     kept.write_bytes((ROOT / "docs" / "results" / "cpu-2026-11" / f"{name}.json").read_bytes())
-    for module in (kept_runs, memory_evidence):
+    for module in (kept_runs, memory_models):
         monkeypatch.setattr(module, "WORK", tmp_path)
     monkeypatch.setattr(sys, "argv", [name, "--table", "--out", str(tmp_path / name)])
     assert not tool.main()

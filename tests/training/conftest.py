@@ -1,19 +1,24 @@
-"""The small corpus as files, a tokenizer for it, and a call that makes rows of what it is given."""
+"""The small corpus as files, a tokenizer for it, a call that makes rows of what it is given, and saved models."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from models import turn_writer_on
 from tiny import word_level
 from transformers import PreTrainedTokenizerFast
 
+from inplace_ttt import revert, save_adapter
 from inplace_ttt.training.data.building import TrainingData
 from inplace_ttt.training.data.data import build_data
+from inplace_ttt.training.model import build_model
 from inplace_ttt.training.recipe.data_section import Data
 from inplace_ttt.training.recipe.sections import Parallel
 
 from .corpus import CHUNK, EOS, FIRST, LENGTH, PAD, WORDS, recipe, texts
+from .recipes import tiny_recipe
+from .runs import checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -42,3 +47,21 @@ def build(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Callable[..., T
         return build_data(recipe(Data(train=names, **settings), parallel), tokenizer, chunk_size)
 
     return run
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> dict[str, Path]:
+    """The tiny model with a trained writer, in every form that `model.path` takes."""
+    model = build_model(tiny_recipe(tmp_path))
+    turn_writer_on(model)
+    folders = {form: tmp_path / form for form in ("full", "base", "adapter")}
+    model.save_pretrained(folders["full"])
+    save_adapter(model, folders["adapter"], base=str(folders["base"]))
+    revert(model).save_pretrained(folders["base"])
+    return folders
+
+
+@pytest.fixture
+def reads_by_gradient(tmp_path: Path) -> Path:
+    """A converted model whose targets are loss gradients."""
+    return checkpoint(tmp_path / "gradient", {"target": "gradient", "eta": 0.3})

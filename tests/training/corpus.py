@@ -1,6 +1,8 @@
 """A small corpus of which every word tells where it stood, and how rows are read back into its documents."""
 
 import itertools
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,3 +47,9 @@ def documents(rows: Any) -> list[list[int]]:
             else:
                 found.append(piece)
     return found
+
+
+def jsonl(file: Path, records: list[Any]) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+    return file

@@ -28,8 +28,9 @@ import kept_runs
 import torch
 from matplotlib import pyplot
 from matplotlib.ticker import NullLocator
-from memory_evidence import MODELS, WINDOW, Model, with_error
+from memory_models import MODELS, WINDOW, Model
 from memory_rules import ONE_PROCESS, ROOT, RULES
+from memory_tables import with_error
 from transformers import AutoTokenizer
 
 from inplace_ttt import InPlaceTTTError, load

@@ -22,15 +22,16 @@ from pathlib import Path
 from typing import Any
 
 import kept_runs
-import memory_evidence as evidence
 import memory_rules as rules
+from memory_models import LAYERS, MODEL, WINDOW
+from memory_tables import with_error
 from safetensors.torch import load_file, save_file
 
 from inplace_ttt import InPlaceTTTError
 from inplace_ttt.checkpoint.reading import is_peft_adapter
 from inplace_ttt.files.results import Results
 
-ROOT = evidence.ROOT
+ROOT = rules.ROOT
 WORK = ROOT / "runs" / "grid"
 STEPS, DOCUMENTS, TOKENS = 24, 12, 2048
 NO_STOP = "monitor.stop_write_ratio=1e9"
@@ -141,7 +142,7 @@ def in_order(rows: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 def protocol() -> dict[str, Any]:
     how = {
-        "window": evidence.WINDOW,
+        "window": WINDOW,
         "sinks": 4,
         "steps": STEPS,
         "documents": DOCUMENTS,
@@ -161,9 +162,9 @@ def measure(name: str) -> None:
     base = (
         ()
         if point.base is None
-        else ("--base", str(evidence.MODEL if point.base == UNTOUCHED else whole(train(point.base))))
+        else ("--base", str(MODEL if point.base == UNTOUCHED else whole(train(point.base))))
     )
-    read = ("--documents", str(DOCUMENTS), "--tokens", str(TOKENS), "--window", str(evidence.WINDOW), *base)
+    read = ("--documents", str(DOCUMENTS), "--tokens", str(TOKENS), "--window", str(WINDOW), *base)
     kept_runs.read(run, run / "final", "evaluation", *read, "--cache", str(rules.WORK / "without-writes"))
 
 
@@ -171,11 +172,11 @@ def train(name: str) -> Path:
     """Converts, scales P and trains. Returns the folder of the run."""
     point, run = POINTS[name], folder_of(name)
     unscaled, converted = (run.with_name(f"{run.name}-{kind}") for kind in ("unscaled", "converted"))
-    how = ("--layers", evidence.LAYERS, *point.rule.convert)
-    kept_runs.made_by(converted, **kept_runs.conversion(evidence.MODEL, *how), start=point.start)
+    how = ("--layers", LAYERS, *point.rule.convert)
+    kept_runs.made_by(converted, **kept_runs.conversion(MODEL, *how), start=point.start)
     if not converted.exists():
         shutil.rmtree(unscaled, ignore_errors=True)
-        kept_runs.command("convert", str(evidence.MODEL), str(unscaled), *how)
+        kept_runs.command("convert", str(MODEL), str(unscaled), *how)
         scale_start(unscaled / "inplace_ttt.safetensors", point.start)
         unscaled.rename(converted)
     kept_runs.train(converted, run, 0, f"training.steps={STEPS}", NO_STOP, *point.rule.settings)
@@ -229,7 +230,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         losses = ", ".join(f"{row['training_loss'][key]:.3f}" for key in ("first", "highest", "last"))
         pairs = [row[key] for key in ("difference", "document_gain", "gain")]
-        cells = ["" if pair is None else evidence.with_error(pair["mean"], pair["stderr"]) for pair in pairs]
+        cells = ["" if pair is None else with_error(pair["mean"], pair["stderr"]) for pair in pairs]
         print(f"| {row['point']} | {losses} | {row['state_ratio']:.2f} | {' | '.join(cells)} |")
 
 

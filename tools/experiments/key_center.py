@@ -23,8 +23,9 @@ from unittest.mock import patch
 
 import kept_runs
 import torch
-from memory_evidence import MODELS, TOKENS, Model, with_error
+from memory_models import MODELS, TOKENS, Model
 from memory_rules import ROOT, RULES, WORK
+from memory_tables import with_error
 from torch import Tensor
 from torch.nn.functional import linear
 from tqdm import tqdm

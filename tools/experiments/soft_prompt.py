@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 from kept_runs import RECIPE, TRAIN, digests, split_texts
-from memory_evidence import DOCUMENTS, MODEL, TOKENS, WINDOW, with_error
+from memory_models import DOCUMENTS, MODEL, TOKENS, WINDOW
 from memory_rules import ROOT, WORK
+from memory_tables import with_error
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import AutoTokenizer, Cache, PreTrainedModel

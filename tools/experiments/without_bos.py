@@ -19,8 +19,9 @@ from typing import Any
 
 import kept_runs
 import torch
-from memory_evidence import TOKENS, with_error
+from memory_models import TOKENS
 from memory_rules import ROOT, WORK
+from memory_tables import with_error
 from torch import Tensor
 from tqdm import tqdm
 

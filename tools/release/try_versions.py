@@ -34,6 +34,7 @@ TESTS = (  # tests that use transformers, torch, peft and DeepSpeed; about five 
     "tests/test_surgery.py",
     "tests/test_surgery_training.py",
     "tests/test_window.py",
+    "tests/training/test_lora.py",
     "tests/training/test_model.py",
     "tests/training/test_run.py",
     "tests/transformers_mixins",

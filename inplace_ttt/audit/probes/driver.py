@@ -8,9 +8,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from ..adapters import AuditedModule, Stream
+from ..adapters import AuditedModule
 from ..law import key_size
 from ..outcome import NotChecked
+from ..stream import Stream
 
 
 class Driver:

@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from ...audit.auditor import Progress, as_declarations, audit_model
+from ...audit.auditor import as_declarations, audit_model
 from ...audit.report import Report
+from ...audit.verdicts import Progress
 from ...errors import InPlaceTTTError
 from ...files.json_files import json_text, read_json
 from ...surgery import config_of

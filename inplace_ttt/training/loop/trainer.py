@@ -7,13 +7,11 @@ import math
 import shutil
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
 from transformers import PreTrainedModel, Trainer
@@ -24,16 +22,16 @@ from ...checkpoint.lora import tie_to_base
 from ...checkpoint.saved_tensors import verify_saved
 from ...errors import NotSoError
 from ...files.manifest import STEP, TRAINED, refuse_foreign
-from ...layer.sequence_parallel import ulysses_group
-from ...surgery import config_of, disable_ttt, share_sequence
+from ...surgery import config_of, disable_ttt
 from ...tasks import IGNORED
 from ..data.row_order import save_position
 from ..recipe.changes import WEIGHTS
 from ..recipe.recipe import Recipe
-from .batches import held_out_batches, needs_document_lengths, where_learned, with_document_lengths
+from .batches import needs_document_lengths, where_learned, with_document_lengths
 from .checkpoints import Saved, files_in, last_checkpoint, mark_complete
+from .collectives import barrier, from_all, summed
 from .guards import SkippedSteps, clip_finite
-from .held_out import held_out_sums
+from .held_out_metrics import held_out_metrics
 from .parameters import group_settings, parameter_groups, schedule
 from .run_state import FINAL, SAVING, Start
 from .saving import install, keep_newest, saving
@@ -159,7 +157,7 @@ class FastWeightTrainer(Trainer):
             (batch["shift_labels"] if "shift_labels" in batch else batch["labels"][:, 1:]).ne(IGNORED).sum()
             for batch in batch_samples
         )
-        return _summed(torch.as_tensor(count, dtype=torch.int64), device).clamp(min=1)
+        return summed(torch.as_tensor(count, dtype=torch.int64), device).clamp(min=1)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Makes a step of the Trainer, and counts the steps that DeepSpeed skips.
@@ -222,7 +220,7 @@ class FastWeightTrainer(Trainer):
         """
         mine = torch.tensor([0.0, float(self.stopping.asked)], device=loss.device)
         mine[0] = loss
-        total, asked = _summed(mine, loss.device).tolist()
+        total, asked = summed(mine, loss.device).tolist()
         self.stopping.agreed |= asked > 0
         if not math.isfinite(total):
             last, step = last_checkpoint(self.args.output_dir), self.state.global_step + 1
@@ -247,39 +245,14 @@ class FastWeightTrainer(Trainer):
         """
         rows, name, began = eval_dataset or self.eval_dataset, metric_key_prefix, time.perf_counter()
         with self.clock.paused():
-            metrics = self._held_out(rows, name)
+            metrics = held_out_metrics(self, self.recipe, rows, name)
             with disable_ttt(self.model):
-                metrics |= self._held_out(rows, f"{name}_off")
+                metrics |= held_out_metrics(self, self.recipe, rows, f"{name}_off")
         metrics[f"{name}_difference"] = metrics[f"{name}_loss"] - metrics[f"{name}_off_loss"]
         metrics[f"{name}_seconds"] = round(time.perf_counter() - began, 1)
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)  # type: ignore[has-type]
         return metrics
-
-    def _held_out(self, rows: Any, name: str) -> dict[str, float]:
-        """Returns loss and accuracy over all ranks.
-
-        Each rank reads rows of its own or, if ranks share rows, its part of them.
-        """
-        self.model.eval()
-        sums = torch.zeros(3, dtype=torch.float64)
-        group = ulysses_group()
-        with (
-            self.compute_loss_context_manager(),
-            nullcontext() if group is None else share_sequence(self.model, group),
-        ):
-            for batch in held_out_batches(rows, self.recipe, self.args.process_index):
-                batch = self._prepare_inputs(batch)
-                if needs_document_lengths(self.recipe):
-                    batch = with_document_lengths(batch)
-                targets = batch.pop("shift_labels")
-                sums += held_out_sums(self.model, batch, targets).cpu()
-        loss, hits, count = _summed(sums, self.args.device).tolist()
-        return (
-            {f"{name}_loss": loss / count, f"{name}_accuracy": hits / count}
-            if count
-            else {f"{name}_loss": float("nan")}
-        )
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Saves as the Trainer does, but stores a tied weight only once.
@@ -307,11 +280,11 @@ class FastWeightTrainer(Trainer):
                 self._save_common_files(folder)
             if self.args.should_save:
                 save_position(self.train_dataset, self.recipe, self.state.global_step, folder)
-        _barrier()
+        barrier()
         files = files_in(folder) if self.is_local_process_zero() or start.leads else {}
         seen = {
             rank: files
-            for rank, (place, files) in enumerate(_from_all((start.place, files)))
+            for rank, (place, files) in enumerate(from_all((start.place, files)))
             if place == start.place
         }
         if start.leads:
@@ -325,7 +298,7 @@ class FastWeightTrainer(Trainer):
                 )
                 install(folder, target, STEP)
             keep_newest(output, self.recipe.monitor.save_total_limit)
-        _barrier()
+        barrier()
 
     def _get_output_dir(self, trial: Any) -> str:
         """Returns the temporary folder that the Trainer saves into."""
@@ -371,24 +344,3 @@ class FastWeightTrainer(Trainer):
             install(staging, final, TRAINED)
             shutil.rmtree(staging.parent, ignore_errors=True)
         return final
-
-
-def _summed(value: Tensor, device: Any) -> Tensor:
-    value = value.to(device)
-    if dist.is_initialized():
-        dist.all_reduce(value)
-    return value
-
-
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()
-
-
-def _from_all(value: Any) -> list[Any]:
-    """Returns every rank's value, by rank."""
-    if not dist.is_initialized():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values

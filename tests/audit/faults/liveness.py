@@ -13,7 +13,8 @@ from inplace_ttt.layout import ChunkLayout
 
 from .fault import Fault
 from .run import RUN_SCENES, Run
-from .scenes import SCENES, Numbers
+from .scene_pieces import Numbers
+from .scenes import SCENES
 from .world import Spoil, World
 
 ENOUGH = 1e-3
