@@ -7,6 +7,7 @@ runs.
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import os
 import signal
@@ -46,6 +47,9 @@ _EXIT_CODES = "exit code: 0 done, 2 bad input"
 
 
 class _Parser(argparse.ArgumentParser):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, allow_abbrev=False, **kwargs)
+
     def error(self, message: str) -> NoReturn:
         raise InPlaceTTTError(
             f"{message.removeprefix('argument ').replace(': must ', ' must ', 1)} (see {self.prog} --help)."
@@ -119,13 +123,27 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     top.add_argument("--version", action="version", version=__version__)
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=_Parser)
     wanted = next((a for a in arguments if not a.startswith("-")), None)
+    parsers = {}
     for verb, summary in VERBS.items():
-        parser = verbs.add_parser(verb, help=summary, description=summary[0].upper() + summary[1:] + ".")
+        parsers[verb] = verbs.add_parser(
+            verb, help=summary, description=summary[0].upper() + summary[1:] + "."
+        )
         if verb == wanted:
-            add_options(parser, verb)
-    args = top.parse_args(arguments)
+            add_options(parsers[verb], verb)
+    args, unknown = top.parse_known_args(arguments)
+    if unknown:
+        _refuse_unknown(parsers[args.verb], unknown)
     args.check(args)
     return args
+
+
+def _refuse_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn:
+    """Raises InPlaceTTTError for arguments that the verb does not take, with the option that is closest."""
+    options = [name for action in parser._actions for name in action.option_strings]
+    close = difflib.get_close_matches(unknown[0].partition("=")[0], options, n=1)
+    parser.error(
+        f"unrecognized arguments: {' '.join(unknown)}" + (f"; did you mean {close[0]}?" if close else "")
+    )
 
 
 def add_options(parser: argparse.ArgumentParser, verb: str) -> None:

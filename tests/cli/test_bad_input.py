@@ -44,6 +44,9 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     [
         ([], "required: VERB"),
         (["melt"], "invalid choice: 'melt'"),
+        (["generate", "BASE", "--prompt-file", "x", "--read", "y"], "--read y; did you mean --readings?"),
+        (["convert", "BASE", "OUT", "--calib", "x"], "--calib x; did you mean --calibrate?"),
+        (["bench", "extra"], "inplace-ttt bench: unrecognized arguments: extra (see"),
         (["convert"], "required: SRC, OUT"),
         (["convert", "./no/such/model", "OUT"], "does not exist"),
         (["convert", "nobody/nothing", "OUT"], "neither a folder nor a model that can be downloaded"),
