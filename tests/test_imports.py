@@ -190,3 +190,11 @@ print("ok")
 """
     done = run(code)
     assert done.stdout == "ok\n", done.stderr
+
+
+def test_files_are_short() -> None:
+    """CONTRIBUTING: at most 350 lines."""
+    files = (file for folder in ("inplace_ttt", "tests", "tools") for file in (ROOT / folder).rglob("*.py"))
+    lengths = {str(file.relative_to(ROOT)): len(file.read_text("utf-8").splitlines()) for file in files}
+    assert len(lengths) > 500
+    assert {file: lines for file, lines in lengths.items() if lines > 350} == {}
