@@ -7,6 +7,7 @@ import torch
 from models import LAYERS, RIDGE, converted, distance, logits, random_ids
 
 from inplace_ttt import load
+from inplace_ttt.errors import InPlaceTTTError
 from inplace_ttt.layer.write_gate import WriteGate
 from inplace_ttt.surgery import fast_weights
 from inplace_ttt.training.loop.parameters import parameter_groups
@@ -34,17 +35,23 @@ def test_a_token_that_counts_nothing_is_not_remembered() -> None:
 
 
 @pytest.mark.parametrize("where", LAYERS)
-def test_it_learns_at_the_rate_of_p(where: int) -> None:
+@pytest.mark.parametrize("own", [None, 5e-2], ids=["of P", "its own"])
+def test_its_rate_is_that_of_p_or_its_own(own: float | None, where: int) -> None:
     model = converted("llama", **RIDGE)
     gate = fast_weights(model)[where].ttt.gate  # type: ignore[union-attr]
-    (group,) = (
-        g
-        for g in parameter_groups(model, Training(steps=1, proj_learning_rate=3e-3))
-        if any(p is gate for p in g["params"])
-    )
-    assert group["name"] == "proj" and group["lr"] == 3e-3 and group["weight_decay"] == 0
+    settings = Training(steps=1, proj_learning_rate=3e-3, gate_learning_rate=own)
+    groups = parameter_groups(model, settings)
+    assert sum(len(g["params"]) for g in groups) == len(list(model.parameters()))
+    (group,) = (g for g in groups if any(p is gate for p in g["params"]))
+    assert (group["name"], group["lr"], group["weight_decay"]) == ("gate", own or 3e-3, 0)
+    assert next(g["lr"] for g in groups if g["name"] == "proj") == 3e-3
     model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
     assert gate.grad is not None and bool(gate.grad[:-1].any()) and bool(gate.grad[-1])
+
+
+def test_a_rate_without_a_gate_is_refused() -> None:
+    with pytest.raises(InPlaceTTTError, match="gate_learning_rate does nothing"):
+        parameter_groups(converted("llama"), Training(steps=1, gate_learning_rate=1e-2))
 
 
 def test_it_is_saved(tmp_path: Path) -> None:

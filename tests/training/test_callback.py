@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import converted, distance, random_ids
+from models import LAYERS, RIDGE, converted, distance, random_ids
 from safetensors.torch import load_file
 from tiny import word_level
 from torch import nn
@@ -73,6 +73,17 @@ def test_conv_and_p_have_groups_of_their_own(tmp_path: Path) -> None:
     }
     assert sum(len(group["params"]) for group in groups.values()) == len(list(run.model.parameters()))
     assert callback.warnings == [] and run.state.log_history[0]["learning_rate"] == 1e-3
+
+
+def test_a_gate_of_writes_learns_at_the_rate_of_p_or_its_own(tmp_path: Path) -> None:
+    run = trainer(tmp_path, converted("llama", **RIDGE))
+    for callback, rate in (
+        (InPlaceTTTCallback(proj_learning_rate=1e-2), 1e-2),
+        (InPlaceTTTCallback(proj_learning_rate=1e-2, gate_learning_rate=3e-2), 3e-2),
+    ):
+        groups = {group["name"]: group for group in callback.groups(run.model, run)}
+        assert (groups["proj"]["lr"], groups["gate"]["lr"]) == (1e-2, rate)
+        assert len(groups["gate"]["params"]) == len(LAYERS)
 
 
 def test_the_optimizer_is_the_one_that_was_asked_for(tmp_path: Path) -> None:

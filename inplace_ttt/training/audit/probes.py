@@ -28,7 +28,7 @@ from .rows import read_rows
 
 _NEAR = 0.2
 """Allowed relative difference from a token budget, since the paper states budgets as "about"."""
-_GROUPS = ("conv", "proj", "matrices", "vectors")
+_GROUPS = ("conv", "proj", "gate", "matrices", "vectors")
 _REACHED = 0.5
 """Least fraction of a rate or of η that a run must reach at some step.
 
@@ -84,6 +84,8 @@ def learning_rate(run: Run, expected: Any) -> Outcome:
         "conv": o.conv_learning_rate or o.learning_rate,
         "P": o.proj_learning_rate or o.learning_rate,
     }
+    if o.gate_learning_rate is not None:
+        rates["the gate"] = o.gate_learning_rate
     text = f"{o.learning_rate:g}" + "".join(f", {k} {r:g}" for k, r in rates.items() if r != o.learning_rate)
     paths = {kind: rate * run.recipe.steps for kind, rate in rates.items()}
     still = [kind for kind, path in paths.items() if path < _STILL]
@@ -98,7 +100,7 @@ def learning_rate(run: Run, expected: Any) -> Outcome:
     if not any(abs(o.learning_rate / w - 1) < 1e-6 for w in wanted):
         return judged(False, text, {**rates, "expected": list(wanted)}, 0)
     if len(set(rates.values())) > 1:
-        return Outcome("extension", text + ": conv and P have rates of their own", rates, 0)
+        return Outcome("extension", text + ": the target generator has rates of its own", rates, 0)
     return judged(True, text, rates, 0)
 
 
@@ -155,7 +157,9 @@ def _declared_factors(run: Run, group: str) -> list[float]:
     """Returns the factor of each step: linear warm-up, then the recipe's decay."""
     o, steps = run.recipe.training, run.recipe.steps
     warmup = (
-        o.warmup_steps if group not in ("conv", "proj") or o.ttt_warmup_steps is None else o.ttt_warmup_steps
+        o.warmup_steps
+        if group not in ("conv", "proj", "gate") or o.ttt_warmup_steps is None
+        else o.ttt_warmup_steps
     )
     found = []
     for step in range(steps):
@@ -215,7 +219,7 @@ def _wrongly_grouped(run: Run) -> list[str]:
         "conv": (o.conv_learning_rate or o.learning_rate, o.conv_weight_decay),
         "proj": (o.proj_learning_rate or o.learning_rate, o.proj_weight_decay),
     }
-    wanted["gate"] = wanted["proj"]
+    wanted["gate"] = (o.gate_learning_rate or wanted["proj"][0], o.proj_weight_decay)
     wrong = []
     for name, parameter in model.named_parameters():
         kind = own.get(id(parameter), "")

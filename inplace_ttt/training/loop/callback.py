@@ -18,7 +18,8 @@ from .monitor import EtaWarmup, LayerMonitor
 from .parameters import refuse_without_effect, split_off
 from .run_state import LOG, shorten_log
 
-_OF_GROUPS = ("conv_learning_rate", "proj_learning_rate", "conv_weight_decay", "proj_weight_decay")
+_RATES = ("conv_learning_rate", "proj_learning_rate", "gate_learning_rate")
+_OF_GROUPS = (*_RATES, "conv_weight_decay", "proj_weight_decay")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -35,8 +36,9 @@ class InPlaceTTTCallback(TrainerCallback):
     Args:
         conv_learning_rate: rate of the convolution; the default is the Trainer's. The Trainer's schedule
             applies.
-        proj_learning_rate: rate of P and a gate of writes; the default is the Trainer's. The Trainer's
-            schedule applies.
+        proj_learning_rate: rate of P; the default is the Trainer's. The Trainer's schedule applies.
+        gate_learning_rate: rate of a gate of writes; the default is that of P. The Trainer's schedule
+            applies.
         conv_weight_decay: decay of the convolution; the default is 0.
         proj_weight_decay: decay of P and a gate of writes; the default is 0.
         eta_warmup_steps: η rises linearly from 0 to its own value over this number of optimizer steps. A
@@ -65,6 +67,7 @@ class InPlaceTTTCallback(TrainerCallback):
 
     conv_learning_rate: float | None = None
     proj_learning_rate: float | None = None
+    gate_learning_rate: float | None = None
     conv_weight_decay: float | None = None
     proj_weight_decay: float | None = None
     eta_warmup_steps: int = 0
@@ -128,7 +131,7 @@ class InPlaceTTTCallback(TrainerCallback):
 
         Returns:
             The groups that are not empty. The Trainer's own come first, because the Trainer logs the
-            first group's rate. Then come `conv` and `proj`.
+            first group's rate. Then come `conv`, `proj` and `gate`.
 
         Raises:
             InPlaceTTTError: if a setting would be ignored, or a layer's target generator is frozen.
@@ -152,8 +155,13 @@ class InPlaceTTTCallback(TrainerCallback):
                 "weight_decay": 0.0,
             },
         ]
+        settings = {
+            "conv": (self.conv_learning_rate, self.conv_weight_decay),
+            "proj": (self.proj_learning_rate, self.proj_weight_decay),
+            "gate": (self.gate_learning_rate or self.proj_learning_rate, self.proj_weight_decay),
+        }
         for name, params in ttt.items():
-            rate, decay = getattr(self, f"{name}_learning_rate"), getattr(self, f"{name}_weight_decay")
+            rate, decay = settings[name]
             group = {"name": name, "params": params, "weight_decay": decay or 0.0}
             groups.append(group if rate is None else {**group, "lr": rate})
         return [group for group in groups if group["params"]]

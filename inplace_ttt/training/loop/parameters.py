@@ -1,4 +1,4 @@
-"""Makes the optimizer's parameter groups. Conv and P have rates, decays and a warm-up of their own."""
+"""Makes the optimizer's parameter groups. Conv, P and a gate of writes have rates of their own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..recipe.sections import Training
 
 
 def parameter_groups(model: nn.Module, settings: Training) -> list[dict[str, Any]]:
-    """Returns AdamW's groups of the trained parameters: conv, proj, matrices, and vectors without decay.
+    """Returns AdamW's groups: conv, proj, gate, matrices, and vectors without decay.
 
     Args:
         model: a converted model.
@@ -25,7 +25,10 @@ def parameter_groups(model: nn.Module, settings: Training) -> list[dict[str, Any
     """
     ttt, rest = split_off(model)
     refuse_without_effect(
-        ttt, conv_learning_rate=settings.conv_learning_rate, proj_learning_rate=settings.proj_learning_rate
+        ttt,
+        conv_learning_rate=settings.conv_learning_rate,
+        proj_learning_rate=settings.proj_learning_rate,
+        gate_learning_rate=settings.gate_learning_rate,
     )
     members = {
         **ttt,
@@ -47,17 +50,17 @@ def split_off(model: nn.Module) -> tuple[dict[str, list[nn.Parameter]], dict[str
         model: a converted model.
 
     Returns:
-        The groups `conv` and `proj` (P and a gate of writes), and the other trained parameters by
-        name.
+        The groups `conv`, `proj` and `gate` (of writes), and the other trained parameters by name.
 
     Raises:
         InPlaceTTTError: if a layer's target generator is frozen.
     """
-    ttt: dict[str, list[nn.Parameter]] = {"conv": [], "proj": []}
+    ttt: dict[str, list[nn.Parameter]] = {"conv": [], "proj": [], "gate": []}
     for index, layer in fast_weights(model).items():
         for name, parameter in layer.ttt.named_parameters():
             if parameter.requires_grad:  # PEFT keeps two copies and trains one
-                ttt["conv" if name.rpartition(".")[2] == "conv" else "proj"].append(parameter)
+                in_gate, last = "write_gate" in name.split("."), name.rpartition(".")[2]
+                ttt["gate" if in_gate else "conv" if last == "conv" else "proj"].append(parameter)
         own = [*layer.ttt.parameters()]
         if own and not any(p.requires_grad for p in own):
             raise InPlaceTTTError(
@@ -81,15 +84,21 @@ def refuse_without_effect(ttt: dict[str, list[nn.Parameter]], **settings: float 
     for name, value in settings.items():
         group = name.partition("_")[0]
         if value is not None and not ttt[group]:
-            missing = {"conv": "a convolution that learns", "proj": "a P that learns"}[group]
+            missing = {
+                "conv": "a convolution that learns",
+                "proj": "a P that learns",
+                "gate": "a gate of writes that learns",
+            }[group]
             raise InPlaceTTTError(f"{name} does nothing, since this model lacks {missing}; leave it out.")
 
 
 def group_settings(settings: Training, group: str) -> tuple[float, float]:
     """Returns learning rate and weight decay of a group."""
+    proj = settings.proj_learning_rate or settings.learning_rate
     return {
         "conv": (settings.conv_learning_rate or settings.learning_rate, settings.conv_weight_decay),
-        "proj": (settings.proj_learning_rate or settings.learning_rate, settings.proj_weight_decay),
+        "proj": (proj, settings.proj_weight_decay),
+        "gate": (settings.gate_learning_rate or proj, settings.proj_weight_decay),
         "matrices": (settings.learning_rate, settings.weight_decay),
         "vectors": (settings.learning_rate, 0.0),
     }[group]
@@ -108,9 +117,9 @@ def schedule(settings: Training, steps: int, group: str) -> Callable[[int], floa
     Args:
         settings: the recipe's training section.
         steps: steps of the run.
-        group: name of the group; `conv` and `proj` may have their own warm-up.
+        group: name of the group; `conv`, `proj` and `gate` may have their own warm-up.
     """
-    own = settings.ttt_warmup_steps if group in ("conv", "proj") else None
+    own = settings.ttt_warmup_steps if group in ("conv", "proj", "gate") else None
     warmup = settings.warmup_steps if own is None else own
 
     def factor(step: int) -> float:

@@ -142,10 +142,11 @@ class Training:
         weight_decay: weight decay, except for conv and P.
         warmup_steps: steps over which the learning rate rises.
         conv_learning_rate: learning rate of the convolution; None for `learning_rate`.
-        proj_learning_rate: learning rate of P and of a gate of writes; None for `learning_rate`.
+        proj_learning_rate: learning rate of P; None for `learning_rate`.
+        gate_learning_rate: learning rate of a gate of writes; None for that of P.
         conv_weight_decay: weight decay of the convolution.
         proj_weight_decay: weight decay of P and of a gate of writes.
-        ttt_warmup_steps: warm-up steps of these two groups; None for `warmup_steps`.
+        ttt_warmup_steps: warm-up steps of conv, P and a gate of writes; None for `warmup_steps`.
         eta_warmup_steps: steps over which η rises linearly from 0.
         lr_scheduler: schedule after the warm-up.
         min_lr_ratio: final learning rate as a fraction of the peak; without effect on `constant`.
@@ -169,6 +170,7 @@ class Training:
     warmup_steps: int = 0
     conv_learning_rate: float | None = None
     proj_learning_rate: float | None = None
+    gate_learning_rate: float | None = None
     conv_weight_decay: float = 0.0
     proj_weight_decay: float = 0.0
     ttt_warmup_steps: int | None = None
@@ -186,7 +188,8 @@ class Training:
     def __post_init__(self) -> None:
         require((self.steps is None) != (self.tokens is None), "steps", "give either steps or tokens")
         at_least(1, self, "steps", "tokens", "batch_size", "gradient_accumulation_steps")
-        for name in ("learning_rate", "conv_learning_rate", "proj_learning_rate", "epsilon", "max_grad_norm"):
+        rates = ("learning_rate", "conv_learning_rate", "proj_learning_rate", "gate_learning_rate")
+        for name in (*rates, "epsilon", "max_grad_norm"):
             value = getattr(self, name)
             require(value is None or value > 0, name, "must be above 0")
         at_least(0, self, "seed")
