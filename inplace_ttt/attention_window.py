@@ -48,12 +48,28 @@ def attention_window(model: PreTrainedModel, size: int | None, sinks: int = SINK
     if size is None:
         yield
         return
+    with attention_by(model, model.config._attn_implementation):
+        set_attention_window(model, size, sinks)
+        yield
+
+
+@contextmanager
+def attention_by(model: PreTrainedModel, implementation: str) -> Iterator[None]:
+    """Sets the attention's implementation inside the `with` block, and afterwards the one before.
+
+    Args:
+        model: any model of transformers.
+        implementation: a name such as `sdpa`. Each token then attends as the model's config says, without
+            the window of `set_attention_window`.
+    """
     before = model.config._attn_implementation
-    set_attention_window(model, size, sinks)
+    if before != implementation:
+        model.set_attn_implementation(implementation)
     try:
         yield
     finally:
-        model.set_attn_implementation(before)
+        if model.config._attn_implementation != before:
+            model.set_attn_implementation(before)
 
 
 def set_attention_window(model: PreTrainedModel, size: int, sinks: int = SINKS) -> None:

@@ -19,7 +19,7 @@ from inplace_ttt.diagnostics.report import write_report
 from inplace_ttt.surgery import config_of, fast_weights
 from inplace_ttt.training.loop.guards import FirstStep, GradientTap
 from inplace_ttt.training.loop.parameters import parameter_groups
-from inplace_ttt.training.recipe.sections import Training
+from inplace_ttt.training.recipe.training_section import Training
 
 NORMS: dict[str, Any] = {
     "conv": "next",

@@ -11,7 +11,7 @@ from inplace_ttt.errors import InPlaceTTTError
 from inplace_ttt.layer.write_gate import WriteGate
 from inplace_ttt.surgery import fast_weights
 from inplace_ttt.training.loop.parameters import parameter_groups
-from inplace_ttt.training.recipe.sections import Training
+from inplace_ttt.training.recipe.training_section import Training
 
 IDS = random_ids(1, 40)
 UNGATED = {**RIDGE, "write_gate": False}

@@ -24,7 +24,8 @@ from ..files.json_files import read_json
 from ..files.memory import require_memory
 from ..surgery import config_of, convert, fast_weights
 from .recipe.recipe import Recipe
-from .recipe.sections import Lora, Model
+from .recipe.sections import Model
+from .recipe.training_section import Lora
 
 _WINDOW = {"sliding_window", "use_sliding_window", "max_window_layers", "sliding_window_pattern"}
 _EXTENDS_ROPE = ("yarn", "longrope", "llama3")

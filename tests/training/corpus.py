@@ -10,7 +10,8 @@ import torch
 from inplace_ttt.layout import ChunkLayout
 from inplace_ttt.training.recipe.data_section import Data
 from inplace_ttt.training.recipe.recipe import Recipe
-from inplace_ttt.training.recipe.sections import Model, Parallel, Training
+from inplace_ttt.training.recipe.sections import Model, Parallel
+from inplace_ttt.training.recipe.training_section import Training
 
 EOS, PAD = 1, 0
 FIRST = 3  # the word w<n> is token n + FIRST

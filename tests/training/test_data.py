@@ -21,7 +21,8 @@ from inplace_ttt.training.data.building import TrainingData
 from inplace_ttt.training.data.data import build_data
 from inplace_ttt.training.recipe.data_section import Data, Recall
 from inplace_ttt.training.recipe.recipe import Recipe
-from inplace_ttt.training.recipe.sections import Model, Parallel, Training
+from inplace_ttt.training.recipe.sections import Model, Parallel
+from inplace_ttt.training.recipe.training_section import Training
 
 from .corpus import CHUNK, EOS, FIRST, LENGTH, LENGTHS, PAD, WORDS, documents, recipe, texts, tokens
 

@@ -25,7 +25,8 @@ from inplace_ttt.training.loop.parameters import parameter_groups, schedule
 from inplace_ttt.training.loop.speed import Clock, Speed, SpeedLog
 from inplace_ttt.training.recipe.data_section import Data
 from inplace_ttt.training.recipe.recipe import Recipe
-from inplace_ttt.training.recipe.sections import Model, Training
+from inplace_ttt.training.recipe.sections import Model
+from inplace_ttt.training.recipe.training_section import Training
 
 
 def step(model: nn.Module, length: int = 30) -> None:

@@ -106,7 +106,7 @@ FAULTS = (
     Fault("a document's rest is dropped", "training/data/packing.py", "            start = stop\n", "            start = length\n",
           f"{_TRAINING}/test_packing.py"),
     Fault("the loss is scaled by one rank", "training/loop/trainer.py",
-          "loss = outputs.loss * self._divided_by", "loss = outputs.loss", f"{_TRAINING}/test_splits.py {_TRAINING}/test_ulysses.py"),
+          "loss = own * self._divided_by", "loss = own", f"{_TRAINING}/test_splits.py {_TRAINING}/test_ulysses.py"),
     Fault("on - off is off - on", "evaluation/comparison.py",
           "known = [a - b for", "known = [b - a for", "tests/evaluation/test_comparison.py"),
     Fault("the window forgets its sinks", "attention_window.py",

@@ -10,7 +10,7 @@ from torch import nn
 
 from ...errors import InPlaceTTTError
 from ...surgery import fast_weights
-from ..recipe.sections import Training
+from ..recipe.training_section import Training
 
 
 def parameter_groups(model: nn.Module, settings: Training) -> list[dict[str, Any]]:

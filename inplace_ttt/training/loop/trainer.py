@@ -30,6 +30,7 @@ from ..recipe.recipe import Recipe
 from .batches import needs_document_lengths, where_learned, with_document_lengths
 from .checkpoints import Saved, files_in, last_checkpoint, mark_complete
 from .collectives import barrier, from_all, summed
+from .distillation import outputs_and_loss
 from .guards import SkippedSteps, clip_finite
 from .held_out_metrics import held_out_metrics
 from .parameters import group_settings, parameter_groups, schedule
@@ -195,10 +196,12 @@ class FastWeightTrainer(Trainer):
         """
         if needs_document_lengths(self.recipe):
             inputs = with_document_lengths(inputs)
-        outputs = model(**where_learned(inputs), num_items_in_batch=num_items_in_batch)
-        loss = outputs.loss * self._divided_by
+        outputs, own = outputs_and_loss(
+            model, self.model, where_learned(inputs), num_items_in_batch, self.recipe
+        )
+        loss = own * self._divided_by
         # the mean of `reported` over the ranks is the loss
-        reported = outputs.loss.detach() * self.accelerator.num_processes
+        reported = own.detach() * self.accelerator.num_processes
         loss = loss + (reported - loss.detach())
         self._look_around(loss.detach())
         return (loss, outputs) if return_outputs else loss

@@ -42,6 +42,7 @@ TAKES_EFFECT = (
     "training.betas",
     "training.epsilon",
     "training.max_grad_norm",
+    "training.distillation*",
     "training.gradient_checkpointing",  # this and the next two: other ways to compute the same
     "training.liger",
     "model.attn_implementation",

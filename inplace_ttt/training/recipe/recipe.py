@@ -17,7 +17,8 @@ from ...files.schema import WrongSetting, require
 from ...files.settings import read_settings
 from .data_section import Data
 from .deepspeed import check_deepspeed
-from .sections import Audit, Model, Monitor, Parallel, Training
+from .sections import Audit, Model, Monitor, Parallel
+from .training_section import Training
 
 
 @dataclass(frozen=True)
