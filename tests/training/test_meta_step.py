@@ -18,6 +18,7 @@ from inplace_ttt.training.plan.flops import (
 )
 from inplace_ttt.training.plan.meta_step import evaluation_cost, step_cost
 from inplace_ttt.training.recipe.recipe import Recipe
+from inplace_ttt.training.recipe.training_section import Distillation
 
 from . import measured_step
 from .forked import Forked
@@ -107,6 +108,27 @@ def test_what_a_model_needs_is_what_a_step_without_recomputation_takes(
         recipe, training=dataclasses.replace(recipe.training, gradient_checkpointing=True)
     )
     assert model_flops(again, model) == needed
+
+
+@pytest.mark.parametrize("train", ["all", "lora"])
+def test_a_teacher_takes_one_more_forward_and_its_logits(train: str, tmp_path: Path) -> None:
+    recipe = small_recipe(tmp_path, "bfloat16", False)
+    alone, taught = (
+        dataclasses.replace(
+            recipe, training=dataclasses.replace(recipe.training, trainable=train, distillation=distillation)
+        )
+        for distillation in (None, Distillation())
+    )
+    model = meta_model(taught)
+    costs = step_cost(alone), step_cost(taught)
+    assert model_flops(taught, model) == pytest.approx(
+        costs[1].product_flops + attention_flops(taught, model.config, 4), rel=0.03
+    )
+    forward = model_flops(taught, model) - model_flops(alone, model)
+    assert 0.25 < forward / model_flops(alone, model) < 0.5
+    tokens, vocabulary = 1024, 4096
+    # the teacher's logits in bfloat16, and both distributions in float32, at least
+    assert costs[1].logits - costs[0].logits >= tokens * vocabulary * 2
 
 
 def planned(recipe: Recipe, surgery: InPlaceTTTConfig, folder: Path) -> Recipe:

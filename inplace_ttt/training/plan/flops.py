@@ -37,27 +37,34 @@ def model_flops(recipe: Recipe, model: nn.Module) -> int:
 
     The count does not depend on the way the model is computed. A linear map needs 2 operations per token and
     weight, and as many for each gradient. Its weight has a gradient if it is trained, and its input if
-    an earlier parameter is trained. Only the experts chosen for a token count. Routers are left out.
+    an earlier parameter is trained. Only the experts chosen for a token count. Routers are left out. The
+    teacher of `training.distillation` takes one more forward, without TTT.
 
     Args:
         recipe: the run's recipe.
         model: the recipe's model, on any device.
     """
     text, tokens, linear, learns = model.config.get_text_config(), tokens_of(recipe), 0, False  # type: ignore[union-attr, operator]
+    forwards = 1 if recipe.training.distillation is None else 2
     for module in model.modules():
         own = list(module.parameters(recurse=False))
         if isinstance(module, (nn.Linear, Conv1D)):
-            linear += 2 * tokens * module.weight.numel() * (1 + learns + module.weight.requires_grad)
+            linear += 2 * tokens * module.weight.numel() * (forwards + learns + module.weight.requires_grad)
         elif experts := getattr(module, "num_experts", None):
             maps = [parameter for parameter in own if parameter.dim() == 3]
             linear += sum(
-                2 * tokens * w.numel() * text.num_experts_per_tok // experts * (1 + learns + w.requires_grad)
+                2
+                * tokens
+                * w.numel()
+                * text.num_experts_per_tok
+                // experts
+                * (forwards + learns + w.requires_grad)
                 for w in maps
             )
         learns = learns or any(parameter.requires_grad for parameter in own)
     return (
         linear
-        + attention_flops(recipe, text, 3)
+        + attention_flops(recipe, text, forwards + 2)
         + fast_weight_flops(recipe, model, again=0)
         + _finding_targets(recipe, model)
     )

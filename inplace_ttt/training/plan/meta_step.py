@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import kl_div
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
@@ -15,7 +16,7 @@ from transformers.integrations.moe import ExpertsInterface
 from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.modeling_utils import AttentionInterface
 
-from ...surgery import causal_lm
+from ...surgery import causal_lm, disable_ttt
 from ..loop.held_out import held_out_sums
 from ..model import meta_model
 from ..recipe.recipe import Recipe
@@ -56,7 +57,7 @@ def step_cost(recipe: Recipe) -> StepCost:
     meter = _Meter(model, lm.config.get_text_config().vocab_size, tokens_of(recipe))
     with torch.device("meta"), meter:
         ids, mask = _inputs(recipe)
-        _loss(lm, ids, mask, recipe.training.liger).backward()
+        _loss(lm, ids, mask, recipe).backward()
     return StepCost(meter.peak_activations, meter.peak, meter.peak_logits, meter.flops)
 
 
@@ -95,13 +96,21 @@ def _inputs(recipe: Recipe) -> tuple[Tensor, Tensor]:
     return ids, torch.zeros(len(ids), 1, seen, seen, dtype=torch.bool)
 
 
-def _loss(model: PreTrainedModel, ids: Tensor, mask: Tensor, fused: bool) -> Tensor:
+def _loss(model: PreTrainedModel, ids: Tensor, mask: Tensor, recipe: Recipe) -> Tensor:
     """Returns the loss as the Trainer computes it. Liger's loss never holds all logits."""
-    if not fused:
+    if not recipe.training.liger:
+        teacher = None
+        if recipe.training.distillation is not None:
+            with torch.no_grad(), disable_ttt(model):
+                teacher = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
         targets = torch.ones((), dtype=torch.long)
-        return model(
+        outputs = model(
             input_ids=ids, attention_mask=mask, labels=ids, use_cache=False, num_items_in_batch=targets
-        ).loss
+        )
+        if teacher is None:
+            return outputs.loss
+        student, wanted = (logits.float().log_softmax(-1) for logits in (outputs.logits, teacher))
+        return outputs.loss + kl_div(student, wanted, log_target=True, reduction="sum")
     hidden = model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
     return _FusedLoss.apply(hidden.flatten(0, 1), model.get_output_embeddings().weight)
 
