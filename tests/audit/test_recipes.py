@@ -70,6 +70,11 @@ def test_a_change_has_one_owner(change: str, tmp_path: Path) -> None:
     assert report(tmp_path, change).undeclared == [CHANGES[change]]
 
 
+def test_soft_targets_are_an_extension(tmp_path: Path) -> None:
+    found = report(tmp_path, "training.distillation={weight: 0.3}")
+    assert found["training-loss"].verdict == "extension" and found.undeclared == []
+
+
 def test_low_rank_adapters_are_audited_too(tmp_path: Path) -> None:
     assert report(tmp_path, "training.trainable=lora").undeclared == ["trained-parameters"]
 

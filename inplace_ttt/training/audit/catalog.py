@@ -22,6 +22,14 @@ RECIPE: tuple[Item, ...] = (
         probes.learning_rate, expected={"paper": (5e-6, (3e-4, 5e-4)), "reference": (5e-6, (5e-6,))},
     ),
     Item(
+        "training-loss", "Loss of training", "§4.1, Tables 4 to 8",
+        "Next-token prediction; the paper names no other loss.", "medium",
+        "Cross-entropy of the next token.",
+        "Soft targets of another reading of the same text are an extension, and gains may come from them.",
+        "Leave training.distillation out.",
+        probes.training_loss,
+    ),
+    Item(
         "weight-decay", "Weight decay", "Tables 4 to 8",
         "0.1. Whether conv and P decay is not stated.", "high", "0.1, on conv and P too.",
         "Decay pulls conv and P towards zero, where they write nothing.",

@@ -104,6 +104,18 @@ def learning_rate(run: Run, expected: Any) -> Outcome:
     return judged(True, text, rates, 0)
 
 
+def training_loss(run: Run, expected: Any) -> Outcome:
+    """Names soft targets beside the labels, which the paper does not have."""
+    settings = run.recipe.training.distillation
+    if settings is None:
+        return judged(True, "cross-entropy of the next token", {}, 0)
+    found = (
+        f"{settings.weight:g} of it compares with the model's own answers with full attention and without "
+        "writes"
+    )
+    return Outcome("extension", found, {"weight": settings.weight, "temperature": settings.temperature}, 0)
+
+
 def weight_decay(run: Run, expected: Any) -> Outcome:
     """Compares the decay of matrices with the paper's; the decay of conv and P is a choice."""
     o = run.recipe.training
