@@ -1,22 +1,25 @@
 """Distillation: the model learns from its own answers with full attention and without writes."""
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from models import RIDGE, converted, random_ids
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.nn.functional import kl_div
 
 from inplace_ttt import InPlaceTTTError, revert
 from inplace_ttt.attention_window import set_attention_window
+from inplace_ttt.surgery import disable_ttt
 from inplace_ttt.tasks import IGNORED
 from inplace_ttt.training.loop.distillation import teacher_logits
 from inplace_ttt.training.recipe.recipe import load_recipe
 
-from .runs import checkpoint
+from .runs import checkpoint, logged, trained
 from .split_runs import SPLITS, agree, plain_run, splittable
 
 WEIGHT, TEMPERATURE = 0.7, 2.0
@@ -84,6 +87,25 @@ def test_the_teacher_sees_the_whole_row_and_the_model_is_as_before() -> None:
     assert torch.equal(found, expected) and not found.requires_grad
     assert model.config._attn_implementation == before and all(m.training for m in model.modules())
     assert not torch.allclose(model(input_ids=ids, use_cache=False).logits[:, 3:9], expected)
+
+
+def test_the_teacher_has_the_adapters_without_their_dropout() -> None:
+    adapter = LoraConfig(r=4, target_modules=["q_proj"], lora_dropout=0.5, init_lora_weights=False)
+    model, ids = get_peft_model(converted("llama", eta=0.5), adapter).eval(), random_ids(2, 40)
+    with torch.no_grad(), disable_ttt(model):
+        expected = model(input_ids=ids, use_cache=False).logits
+    found = teacher_logits(model.train(), {"input_ids": ids, "use_cache": False}, "sdpa")
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("trainable", ["ttt", "lora"])
+def test_a_frozen_base_learns_from_it(trainable: str, recipe: Path, tmp_path: Path) -> None:
+    settings = (f"training.trainable={trainable}", WINDOW, "training.steps=2", "monitor.eval_steps=0")
+    losses = []
+    for name, added in (("labels", ()), ("both", (SETTING,))):
+        trained(recipe, f"output={tmp_path / name}", *settings, *added)
+        losses.append(logged(tmp_path / name, "loss"))
+    assert all(map(math.isfinite, losses[1])) and losses[0] != losses[1]
 
 
 @pytest.mark.parametrize(
