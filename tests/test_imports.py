@@ -170,6 +170,7 @@ print([name for name in ("torch", "transformers") if name in sys.modules])
         "from inplace_ttt import convert",
     ],
 )
+@pytest.mark.sample(2)
 def test_transformers_knows_converted_checkpoints_whoever_comes_first(before: str) -> None:
     done = run(
         f"{before}; from transformers import AutoConfig; "

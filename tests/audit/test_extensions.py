@@ -28,7 +28,7 @@ BEYOND = [
 
 
 @pytest.mark.parametrize("mutation", EXTENSION, ids=lambda m: m.what)
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_a_fault_has_one_owner(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(mutation.report(monkeypatch).undeclared) == expected(mutation)
 

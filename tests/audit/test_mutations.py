@@ -17,7 +17,7 @@ def test_a_fault_of_a_foreign_module_has_one_owner(fault: str) -> None:
 
 
 @pytest.mark.parametrize("mutation", PRODUCT, ids=lambda m: m.what)
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 def test_a_fault_in_this_package_has_one_owner(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
     if mutation.sound and mutation.settings:
         assert mutation.report(None).undeclared == [], "without the fault"
@@ -25,7 +25,7 @@ def test_a_fault_in_this_package_has_one_owner(mutation: Mutation, monkeypatch: 
 
 
 @pytest.mark.parametrize("seed", range(20))
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_no_false_alarm(seed: int) -> None:
     assert foreign("", seed).undeclared == []
     assert audit_model(seven_layers(seed), seed=seed).undeclared == []

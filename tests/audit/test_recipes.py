@@ -65,7 +65,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 def test_a_change_has_one_owner(change: str, tmp_path: Path) -> None:
     assert report(tmp_path, change).undeclared == [CHANGES[change]]
 
@@ -165,7 +165,7 @@ def test_a_setting_that_comes_to_nothing_is_a_deviation(change: str, tmp_path: P
 
 
 @pytest.mark.parametrize("train", ["all", "ttt", "lora"])
-@pytest.mark.sample(1)
+@pytest.mark.full
 def test_what_the_optimizer_leaves_out_is_a_deviation(
     train: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,6 +32,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("stage", "processes"), [(1, 1), (2, 2)])
+@pytest.mark.sample(1)
 def test_a_diagnosed_run_is_the_run(stage: int, processes: int, made: Path, tmp_path: Path) -> None:
     """Between two optimizer steps and their micro-steps: weights, losses and logged gradients are those of
     the plain run."""

@@ -44,6 +44,7 @@ def model(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Pa
 
 
 @pytest.mark.parametrize(("train", "stage"), [("all", 2), ("all", 3), ("lora", 2)])
+@pytest.mark.sample(1)
 def test_it_trains(family: str, model: Path, tmp_path: Path, train: str, stage: int) -> None:
     training = {
         "trainable": train,

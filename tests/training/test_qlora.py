@@ -47,6 +47,7 @@ def recipe(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("bits", "dtype", "processes"), [("4bit", "float32", 1), ("4bit", "bfloat16", 2), ("8bit", "bfloat16", 1)]
 )
+@pytest.mark.sample(1)
 def test_it_trains_and_resumes(recipe: Path, tmp_path: Path, bits: str, dtype: str, processes: int) -> None:
     """A resumed run gives the same adapter bit for bit, and it goes onto the quantized base."""
     settings = (f"model.load_in={bits}", f"model.dtype={dtype}", f"parallel.nproc_per_node={processes}")

@@ -146,6 +146,7 @@ def at_toy_size(run: Run, folder: Path) -> Recipe:
 
 
 @every_run
+@pytest.mark.sample(6)
 def test_it_builds_at_toy_size(run: Run, tmp_path: Path) -> None:
     recipe = at_toy_size(run, tmp_path)
     model = build_model(recipe)
@@ -172,6 +173,7 @@ def test_it_builds_at_toy_size(run: Run, tmp_path: Path) -> None:
 
 
 @every_run
+@pytest.mark.sample(6)
 def test_its_plan_warns_of_nothing(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """At full size, but without the cost of a step, which takes seconds."""
     monkeypatch.setattr(plan, "step_cost", lambda recipe: StepCost(10**9, 10**9, 0, 10**12))
@@ -299,7 +301,7 @@ def test_hub_models_are_described_without_a_network(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("run", [run for run in RUNS if run.load().audit.profile], ids=lambda run: run.name)
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 def test_deviations_are_declared(run: Run, tmp_path: Path) -> None:
     """Or the run would not start. The gate that holds the toy model and the recipe against the recipe's
     profile."""
