@@ -94,6 +94,7 @@ def test_killed_while_it_trains_and_saves_then_resumed(unbroken: Path, tmp_path:
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP], ids=lambda number: number.name
 )
+@pytest.mark.sample(1)
 def test_asked_to_stop(unbroken: Path, tmp_path: Path, number: signal.Signals) -> None:
     """A signal to one of two processes: both stop after the same step, with a checkpoint of it, and go on bit
     for bit."""

@@ -60,6 +60,7 @@ def test_every_split_is_the_same_run(split: str, recipe: Path, plain: Run, tmp_p
         "four ranks share rows",
     ],
 )
+@pytest.mark.sample(2)
 def test_every_split_is_the_same_run_by_least_squares(
     split: str, recipe: Path, ridge: tuple[str, Run], tmp_path: Path
 ) -> None:

@@ -91,6 +91,7 @@ PLACES = list(itertools.product(DOCUMENTS, SHAPES))
 
 
 @pytest.mark.parametrize(("documents", "shape"), PLACES)
+@pytest.mark.sample(9)
 def test_the_kernels_are_the_reference(documents: str, shape: str) -> None:
     """Each case of the table at one place or more, each place with three cases, among them every clip."""
     first = PLACES.index((documents, shape)) * 2
@@ -99,6 +100,7 @@ def test_the_kernels_are_the_reference(documents: str, shape: str) -> None:
 
 
 @pytest.mark.parametrize(("documents", "shape"), PLACES[: -len(SHAPES)])
+@pytest.mark.sample(6)
 def test_in_bfloat16(documents: str, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     number = PLACES.index((documents, shape))
     chunk, d, h = SHAPES[shape]
