@@ -23,8 +23,8 @@ from ..families import auto_class
 from ..files.json_files import read_json
 from ..files.memory import require_memory
 from ..surgery import config_of, convert, fast_weights
+from .quantization import quantization
 from .recipe.recipe import Recipe
-from .recipe.sections import Model
 from .recipe.training_section import Lora
 
 _WINDOW = {"sliding_window", "use_sliding_window", "max_window_layers", "sliding_window_pattern"}
@@ -52,7 +52,7 @@ def build_model(recipe: Recipe) -> PreTrainedModel:
         "attn_implementation": model.attn_implementation,
     }
     if model.load_in is not None:
-        settings["quantization_config"] = _quantization(model)
+        settings["quantization_config"] = quantization(model)
     try:
         if path is None:
             if not is_deepspeed_zero3_enabled():  # with ZeRO-3 each rank holds only its part
@@ -72,20 +72,6 @@ def build_model(recipe: Recipe) -> PreTrainedModel:
     if model.window is not None:
         set_attention_window(built, model.window.size, model.window.sinks)
     return _choose_trained(built, recipe)
-
-
-def _quantization(model: Model) -> Any:
-    from transformers import BitsAndBytesConfig
-
-    if model.load_in == "8bit":
-        return BitsAndBytesConfig(load_in_8bit=True)
-    dtype = getattr(torch, model.dtype)
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=dtype,
-    )
 
 
 def _convert(built: PreTrainedModel, ttt: InPlaceTTTConfig | None, recipe: Recipe) -> None:

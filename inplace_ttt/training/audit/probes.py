@@ -5,22 +5,18 @@ The trained parameters and the lengths of documents are measured, not taken from
 
 from __future__ import annotations
 
-import glob
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
-from transformers import AutoTokenizer
 
 from ...audit.outcome import NotChecked, Outcome, judged
 from ...errors import InPlaceTTTError
 from ...layer.fast_linear import FastWeight
 from ...surgery import fast_weights
 from ..data.building import TrainingData
-from ..data.data import build_data
 from ..loop import parameters
 from ..loop.monitor import EtaWarmup
 from ..recipe.recipe import Recipe
@@ -321,28 +317,6 @@ def data_rows(run: Run, expected: Any) -> Outcome:
     if run.data is None:
         raise NotChecked(run.why_no_data)
     return read_rows(run.recipe, run.data)
-
-
-def measured_data(recipe: Recipe, chunk_size: int) -> tuple[TrainingData | None, str]:
-    """Builds the recipe's rows if its data is on this machine.
-
-    Returns:
-        The rows and "", or None and the reason.
-    """
-    missing = [
-        name for name in recipe.data.train if not (Path(name).exists() or glob.glob(name, recursive=True))
-    ]
-    if missing:
-        return None, f"the documents are not on this machine ({missing[0]})"
-    try:
-        tokenizer = (
-            AutoTokenizer.from_pretrained(recipe.model.tokenizer_path) if recipe.data.recall is None else None
-        )
-        return build_data(recipe, tokenizer, chunk_size), ""
-    except ImportError as error:
-        return None, f"the rows cannot be built here ({error}); install the extra `train`"
-    except (InPlaceTTTError, OSError, ValueError) as error:
-        return None, f"the rows cannot be built: {str(error).rstrip('.')}"
 
 
 def _tokens(n: float) -> str:
