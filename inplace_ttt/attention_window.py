@@ -59,8 +59,8 @@ def attention_by(model: PreTrainedModel, implementation: str) -> Iterator[None]:
 
     Args:
         model: any model of transformers.
-        implementation: a name such as `sdpa`. Each token then attends as the model's config says, without
-            the window of `set_attention_window`.
+        implementation: name of the attention, for example `sdpa`. The model's config then decides what each
+            token sees, and no window of `set_attention_window` applies.
     """
     before = model.config._attn_implementation
     if before != implementation:

@@ -72,19 +72,20 @@ def loss_gradient(lm: nn.Module, read: Any, ids: Tensor) -> Tensor:
         *(x.split(size, dim=1) for x in (read.last_hidden_state.detach(), ids, wanted)), strict=True
     ):
         logits = head_logits(lm, read, hidden.requires_grad_(), tokens)
-        parts += torch.autograd.grad(logits, [hidden], _cross_entropy_gradient(logits.detach(), targets))
+        [part] = torch.autograd.grad(logits, [hidden], _cross_entropy_gradient(logits.detach(), targets))
+        parts.append(part.masked_fill_((targets == IGNORED)[..., None], 0))
     return torch.cat(parts, dim=1)
 
 
 def _cross_entropy_gradient(logits: Tensor, targets: Tensor) -> Tensor:
-    """Returns the gradient of the summed cross-entropy at the logits [B, n, V], for target ids [B, n].
+    """Returns the probabilities minus 1 at each target, for logits [B, n, V] and target ids [B, n].
 
-    torch's `cross_entropy` takes four passes over the logits for it. This takes one.
+    This is the gradient of the summed cross-entropy, without autograd's passes over the logits. At ignored
+    targets its value has no meaning.
     """
     gradient = logits.to(state_dtype(logits.dtype)).softmax(dim=-1)
-    counts = targets != IGNORED
-    gradient.scatter_add_(-1, targets.where(counts, 0)[..., None], gradient.new_full((*targets.shape, 1), -1))
-    gradient[~counts] = 0
+    places = targets.where(targets != IGNORED, 0)[..., None]
+    gradient.scatter_add_(-1, places, gradient.new_full(places.shape, -1))
     return gradient.to(logits.dtype)
 
 

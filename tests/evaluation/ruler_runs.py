@@ -13,23 +13,13 @@ BASIC = ["--lengths", str(LENGTH), "--tasks", "niah_single_2,fwe,qa_1", "--sampl
 QUICK = ["--lengths", str(LENGTH), "--tasks", "fwe,qa_1", "--samples", "3"]
 
 
+def command(*arguments: object) -> list[str]:
+    return ["ruler", "ttt", "--haystack", "book.txt", "--qa", "questions.jsonl", *map(str, arguments)]
+
+
 def ruler(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
     capsys.readouterr()
-    assert (
-        cli.main(
-            [
-                "ruler",
-                "ttt",
-                "--haystack",
-                "book.txt",
-                "--qa",
-                "questions.jsonl",
-                *map(str, arguments),
-                "--json",
-            ]
-        )
-        == 0
-    )
+    assert cli.main([*command(*arguments), "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 

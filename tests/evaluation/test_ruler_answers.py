@@ -17,7 +17,7 @@ from inplace_ttt.evaluation.long_context.prompt import Prompter, Sample, samples
 from inplace_ttt.evaluation.ruler.material import Material
 from inplace_ttt.evaluation.ruler.tasks import TASKS
 
-from .ruler_runs import BASIC, LENGTH, QUICK, predictions, ruler
+from .ruler_runs import BASIC, LENGTH, QUICK, command, predictions, ruler
 
 
 @pytest.fixture(autouse=True)
@@ -38,22 +38,7 @@ def test_one_table_for_on_off_and_base(capsys: pytest.CaptureFixture[str], tmp_p
     said = predictions(tmp_path / "out")
     for name in ("niah_single_2", "fwe", "qa_1"):
         assert said[f"off-{name}-{LENGTH}"] == said[f"base-{name}-{LENGTH}"] != said[f"on-{name}-{LENGTH}"]
-    assert (
-        cli.main(
-            [
-                "ruler",
-                "ttt",
-                "--haystack",
-                "book.txt",
-                "--qa",
-                "questions.jsonl",
-                *BASIC,
-                "--out",
-                str(tmp_path / "out"),
-            ]
-        )
-        == 0
-    )
+    assert cli.main(command(*BASIC, "--out", tmp_path / "out")) == 0
     assert "average of 3" in capsys.readouterr().out
 
 
