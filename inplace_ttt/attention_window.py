@@ -272,7 +272,7 @@ class _Window:
 
         The result needs a synchronization with the device, so the layers of a forward share it.
         """
-        # inference tensors have no version, so their result is not reused
+        # the result is reused for the same version of the tensor; inference tensors lack one
         version = -1 if positions.is_inference() else positions._version
         asked = self._asked  # read once, since another thread may replace it in between
         if asked is None or asked[0] is not positions or asked[1] != version or version < 0:

@@ -59,7 +59,7 @@ class InPlaceTTTConfig:
 
     Raises:
         InPlaceTTTError: if a value has a wrong type or is out of range. Also if a setting contradicts
-            another one, or has no effect together with the others.
+            another one, or is unused beside the others.
 
     Examples:
         >>> from inplace_ttt import InPlaceTTTConfig, UpdateClip

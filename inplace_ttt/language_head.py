@@ -55,8 +55,8 @@ def head_logits(model: nn.Module, read: Any, hidden: Tensor, ids: Tensor) -> Ten
 def loss_gradient(lm: nn.Module, read: Any, ids: Tensor) -> Tensor:
     """Returns the gradient of the rows' summed loss at the base model's output.
 
-    It is computed for a few hundred tokens at a time. The loss leaves out a row's last token, which has no
-    next token.
+    It is computed for a few hundred tokens at a time. The loss ends before each row's last token, as its next
+    token is unknown.
 
     Args:
         lm: a causal LM.
@@ -80,8 +80,8 @@ def loss_gradient(lm: nn.Module, read: Any, ids: Tensor) -> Tensor:
 def _cross_entropy_gradient(logits: Tensor, targets: Tensor) -> Tensor:
     """Returns the probabilities minus 1 at each target, for logits [B, n, V] and target ids [B, n].
 
-    This is the gradient of the summed cross-entropy, without autograd's passes over the logits. At ignored
-    targets its value has no meaning.
+    This is the gradient of the summed cross-entropy, without autograd's passes over the logits. The caller
+    clears it at ignored targets.
     """
     gradient = logits.to(state_dtype(logits.dtype)).softmax(dim=-1)
     places = targets.where(targets != IGNORED, 0)[..., None]
