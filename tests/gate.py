@@ -43,7 +43,7 @@ BUDGET = {
 """Seconds that the tests of a folder may take in the gate, added over processes, on two cores of 2.5 GHz."""
 
 
-MOST = 8
+MOST = 5
 """Cases that the gate runs of a test over model families."""
 
 NAMES_OF_FAMILIES = {*BY_NAME, *CONFIGS}

@@ -74,7 +74,7 @@ def two_are_one(group: dist.ProcessGroup, rule: str, precision: str, recomputed:
         assert all(torch.equal(loaded[name], tensors[name]) for name in tensors)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("rule", "precision", "recomputed"),
     [

@@ -170,7 +170,7 @@ print([name for name in ("torch", "transformers") if name in sys.modules])
         "from inplace_ttt import convert",
     ],
 )
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_transformers_knows_converted_checkpoints_whoever_comes_first(before: str) -> None:
     done = run(
         f"{before}; from transformers import AutoConfig; "
@@ -179,6 +179,7 @@ def test_transformers_knows_converted_checkpoints_whoever_comes_first(before: st
     assert done.stdout.endswith("inplace_ttt\n"), done.stderr
 
 
+@pytest.mark.full
 def test_no_existing_model_type_is_touched() -> None:
     code = """
 from transformers import AutoConfig, AutoModelForCausalLM

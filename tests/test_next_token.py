@@ -83,6 +83,7 @@ def test_p_is_calibrated_on_a_text() -> None:
         assert distance(a.ttt.proj, b.ttt.proj) < 1e-6
 
 
+@pytest.mark.full
 def test_it_is_diagnosed(tmp_path: Path) -> None:
     model = converted("llama", **NORMS)
     found = diagnose(model, {"input_ids": random_ids(2, 50)})
@@ -152,7 +153,7 @@ def test_commands_write_the_prompt(tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     "options", [NORMS, {"write_norm": "spectral"}, {"preserve_row_norms": True}], ids=str
 )
-@pytest.mark.sample(1)
+@pytest.mark.full
 def test_the_audit_holds_it_against_what_it_declares(options: dict[str, Any]) -> None:
     """No probe of a layer drives it; whole readings decide."""
     report = audit_model(converted("llama", **options))

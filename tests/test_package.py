@@ -114,6 +114,7 @@ def test_metadata(built: Built) -> None:
     )
 
 
+@pytest.mark.full
 def test_the_wheel_works_without_the_repository(built: Built, tmp_path: Path) -> None:
     for name, data in built.files.items():
         file = tmp_path / "installed" / name

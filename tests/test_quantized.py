@@ -102,6 +102,7 @@ def test_a_converted_folder_is_quantized_while_it_loads(quantizer: str, tmp_path
         assert torch.equal(logits(each, IDS), logits(expected, IDS))
 
 
+@pytest.mark.full
 def test_the_commands_take_a_quantized_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = convert(build_plain(), InPlaceTTTConfig(layers=LAYERS, chunk_size=CHUNK))
     turn_writer_on(model)

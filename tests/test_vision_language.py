@@ -50,6 +50,7 @@ def logits(model: PreTrainedModel, **given: Any) -> Tensor:
 
 @pytest.mark.parametrize("target", ["embeddings", "hidden_states"])
 @pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.sample(4)
 def test_the_text_tower_is_converted_and_generates_what_it_reads(
     name: str, target: str, tmp_path: Path
 ) -> None:

@@ -16,6 +16,7 @@ from inplace_ttt.layer.fast_linear import FastWeight
 from inplace_ttt.surgery import fast_weights
 
 
+@pytest.mark.full
 def test_a_probe_that_divides_by_zero_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """An attribute of `Probed` raises, so that the innermost frame is the audit's."""
     monkeypatch.setattr(Probed, "takes_padding", property(lambda self: self.takes_documents and _fails()))
@@ -43,6 +44,7 @@ def test_what_a_model_raises_is_the_models(monkeypatch: pytest.MonkeyPatch) -> N
     assert not is_the_probes(caught.value)
 
 
+@pytest.mark.full
 def test_w0_of_zeros_is_no_fault() -> None:
     model = seven_layers()
     for layer in fast_weights(model).values():

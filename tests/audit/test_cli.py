@@ -53,6 +53,7 @@ def copy_of(path: Path, to: Path) -> Path:
     return to
 
 
+@pytest.mark.full
 def test_a_paper_conversion_has_no_deviation(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out = audit(capsys, folder / "paper", "--json")
     values = json.loads(out)
@@ -76,6 +77,7 @@ def test_a_reference_conversion_has_the_known_ones(folder: Path, capsys: pytest.
     assert code == 0 and json.loads(out)["undeclared"] == []
 
 
+@pytest.mark.full
 def test_an_adapter_folder(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["export", str(folder / "paper"), str(tmp_path / "adapter"), "--format", "adapter"]) == 0
     assert audit(capsys, tmp_path / "adapter", "--json")[0] == 0

@@ -33,7 +33,7 @@ def test_a_fault_has_one_owner(mutation: Mutation, monkeypatch: pytest.MonkeyPat
     assert set(mutation.report(monkeypatch).undeclared) == expected(mutation)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("profile", ["paper", "reference"])
 def test_the_compact_preset_is_an_extension(profile: str) -> None:
     # of 1,024 directions all 48 would stay

@@ -50,6 +50,7 @@ NEVER = When("never", lambda at: False)
     ],
     ids=["of no size", "never acts", "not planted", "not planted in a run", "model not spoiled"],
 )
+@pytest.mark.sample(2)
 def test_what_does_nothing_is_dead(dead: Fault) -> None:
     assert [liveness(fault) > 1 for fault in ALIVE.faults()] == [True]
     assert liveness(dead) < 0.01

@@ -12,7 +12,7 @@ STEP = 1 if os.environ.get("HALF_PRECISION") == "all" else 25
 
 
 @pytest.mark.parametrize("model", models()[::STEP], ids=str)
-@pytest.mark.sample(1)
+@pytest.mark.full
 def test_a_sound_model_raises_no_alarm(model: Model) -> None:
     assert model.alarms() == {}
 

@@ -48,7 +48,7 @@ def test_they_are_forty_of_twenty_families() -> None:
 
 
 @pytest.mark.parametrize(("name", "preset", "share"), CONFIGURATIONS)
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_a_sound_conversion_raises_no_alarm(name: str, preset: str, share: float) -> None:
     base = build(name) if name in LISTED else build_by_structure(name)
     layers = (0, 2) if name in LISTED else (0, 1)
@@ -61,7 +61,7 @@ def test_a_sound_conversion_raises_no_alarm(name: str, preset: str, share: float
 
 
 @pytest.mark.parametrize("name", VISION_LANGUAGE)
-@pytest.mark.sample(1)
+@pytest.mark.full
 def test_a_vision_language_model_raises_no_alarm(name: str) -> None:
     report = audit_model(
         convert(build_vision_language(name), InPlaceTTTConfig.preset("paper", layers=(0, 2)))

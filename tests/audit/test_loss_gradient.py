@@ -173,7 +173,7 @@ FAULTS: dict[str, tuple[Callable[[Patch], None], set[str]]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_a_fault_is_found(fault: str, monkeypatch: Patch) -> None:
     plant, owners = FAULTS[fault]
     audited = model()

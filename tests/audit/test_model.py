@@ -29,11 +29,17 @@ def bits(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-def test_the_paper_preset_has_no_deviation_and_the_reference_one_two() -> None:
+REFERENCE = {"chunk_size": 4096, "eta": 3.0, "target": "hidden_states"}
+
+
+def test_the_paper_preset_has_no_deviation() -> None:
     assert audit_model(seven_layers()).undeclared == []
-    reference = {"chunk_size": 4096, "eta": 3.0, "target": "hidden_states"}
-    assert audit_model(seven_layers(**reference)).undeclared == ["chunk-size", "target-source"]
-    report = audit_model(seven_layers(**reference), profile="reference")
+
+
+@pytest.mark.full
+def test_the_reference_preset_has_two_deviations() -> None:
+    assert audit_model(seven_layers(**REFERENCE)).undeclared == ["chunk-size", "target-source"]
+    report = audit_model(seven_layers(**REFERENCE), profile="reference")
     assert report.undeclared == []
     assert report["document-reset"].verdict == "extension" and report["eta"].verdict == "conforms"
     assert audit_model(seven_layers(), profile="reference").undeclared == [
@@ -142,6 +148,7 @@ def test_the_catalog_is_complete() -> None:
         assert item.probe or item.on_model
 
 
+@pytest.mark.full
 def test_progress_counts_every_item() -> None:
     seen: list[tuple[int, int, str]] = []
     report = audit_model(
@@ -161,6 +168,7 @@ def test_it_says_the_same_twice() -> None:
     ]
 
 
+@pytest.mark.full
 def test_a_low_rank_adapter() -> None:
     """Beside the TTT layers too, with dropout, which draws: no gradient of LoRA's is the layer's, and the
     generator is as before."""

@@ -11,7 +11,7 @@ from inplace_ttt.audit import audit_model, catalog
 
 
 @pytest.mark.parametrize("fault", FOREIGN)
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 def test_a_fault_of_a_foreign_module_has_one_owner(fault: str) -> None:
     assert foreign(fault).undeclared == [FOREIGN[fault]]
 
@@ -25,7 +25,7 @@ def test_a_fault_in_this_package_has_one_owner(mutation: Mutation, monkeypatch: 
 
 
 @pytest.mark.parametrize("seed", range(20))
-@pytest.mark.sample(1)
+@pytest.mark.full
 def test_no_false_alarm(seed: int) -> None:
     assert foreign("", seed).undeclared == []
     assert audit_model(seven_layers(seed), seed=seed).undeclared == []

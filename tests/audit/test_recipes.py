@@ -44,6 +44,7 @@ def report(folder: Path, *overrides: str, **sections: Any) -> Any:
     return gate(build_model(recipe), recipe)
 
 
+@pytest.mark.full
 def test_the_papers_settings_have_no_deviation(tmp_path: Path) -> None:
     found = report(tmp_path)
     assert found.undeclared == []
@@ -65,7 +66,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_a_change_has_one_owner(change: str, tmp_path: Path) -> None:
     assert report(tmp_path, change).undeclared == [CHANGES[change]]
 
@@ -75,6 +76,7 @@ def test_soft_targets_are_an_extension(tmp_path: Path) -> None:
     assert found["training-loss"].verdict == "extension" and found.undeclared == []
 
 
+@pytest.mark.full
 def test_low_rank_adapters_are_audited_too(tmp_path: Path) -> None:
     assert report(tmp_path, "training.trainable=lora").undeclared == ["trained-parameters"]
 
@@ -90,6 +92,7 @@ def test_the_second_stage_wants_yarn(tmp_path: Path) -> None:
     assert report(tmp_path, *changes, rope).undeclared == []
 
 
+@pytest.mark.full
 def test_a_recipe_declares(tmp_path: Path) -> None:
     declared = {
         "profile": "paper",
@@ -159,7 +162,7 @@ IDLE = {
 
 
 @pytest.mark.parametrize("change", IDLE)
-@pytest.mark.sample(1)
+@pytest.mark.full
 def test_a_setting_that_comes_to_nothing_is_a_deviation(change: str, tmp_path: Path) -> None:
     assert report(tmp_path, change).undeclared == [IDLE[change]]
 
@@ -183,6 +186,7 @@ def test_what_the_optimizer_leaves_out_is_a_deviation(
     )
 
 
+@pytest.mark.full
 def test_the_report_lies_beside_the_run(tmp_path: Path) -> None:
     found = report(tmp_path, "training.learning_rate=1e-4")
     page = write_report(found, tmp_path / "run")

@@ -70,6 +70,7 @@ def test_a_conversion_has_one(base: Path, tmp_path: Path) -> None:
         assert said in card.text, said
 
 
+@pytest.mark.full
 def test_what_is_known_is_handed_on(base: Path, text: Path, tmp_path: Path) -> None:
     """From a calibrated conversion, evaluated and audited, to an adapter and back."""
     ttt, files = tmp_path / "ttt", sorted(text.glob("*.txt"))
@@ -197,7 +198,7 @@ def hub() -> Iterator[str]:
 @pytest.mark.parametrize(
     ("token", "offline", "code"), [("hf_good", "0", 0), ("hf_bad", "0", 2), ("", "0", 2), ("hf_good", "1", 2)]
 )
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_push(base: Path, tmp_path: Path, hub: str, token: str, offline: str, code: int) -> None:
     """By huggingface_hub to a server that answers as a hub does; who has no token is told before anything is
     written."""

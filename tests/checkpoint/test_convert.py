@@ -55,6 +55,7 @@ def test_every_family_converts_and_loads_identical(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shards", ["5GB", "20KB"])
 @pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.sample(2)
 def test_no_weight_is_moved(dtype: torch.dtype, shards: str, tied: bool, tmp_path: Path) -> None:
     base = save_base(tmp_path / "base", dtype=dtype, max_shard_size=shards, tie_word_embeddings=tied)
     assert len(list(base.glob("*.safetensors"))) == (
@@ -87,6 +88,7 @@ def test_saving_into_a_converted_folder_leaves_the_base_alone(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "moshi"])
+@pytest.mark.sample(2)
 def test_l9_save_load_save_is_byte_stable(family: str, tmp_path: Path) -> None:
     run_convert(save_base(tmp_path / "base", family), tmp_path / "out")
     load(tmp_path / "out").save_pretrained(tmp_path / "first")
@@ -160,6 +162,7 @@ def test_missing_ttt_tensors_are_refused_by_from_pretrained(tmp_path: Path) -> N
         AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
 
+@pytest.mark.full
 def test_peak_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     """Resident memory of a conversion without proof, for a base of 8 MiB and one of 250 MiB (mapped files
     left out)."""

@@ -297,6 +297,7 @@ def test_an_adapter_folder_that_cannot_be_loaded_is_refused(adapter: tuple[Path,
         AutoModelForCausalLM.from_pretrained(folder)
 
 
+@pytest.mark.full
 def test_a_process_without_the_import_is_asked_for_it(adapter: tuple[Path, PreTrainedModel]) -> None:
     """It loads the adapter with `trust_remote_code=True`, and refuses without."""
     folder, model = adapter

@@ -45,6 +45,7 @@ def run(*arguments: object) -> int:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.sample(3)
 def test_a_vision_language_checkpoint_goes_all_the_way(
     name: str, form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -77,6 +78,7 @@ def test_a_vision_language_checkpoint_goes_all_the_way(
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["Gemma3", "Qwen3VL"])
+@pytest.mark.sample(1)
 def test_an_adapter_of_a_vision_language_checkpoint(
     name: str, form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -101,6 +103,7 @@ def test_an_adapter_of_a_vision_language_checkpoint(
 
 @pytest.mark.parametrize("form", FORMS[1:])
 @pytest.mark.parametrize("name", [family.name for family in FAMILIES])
+@pytest.mark.sample(3)
 def test_text_models_saved_under_other_names(name: str, form: str, tmp_path: Path) -> None:
     model = build_text(name)
     base = save(model, tmp_path / "base", form)
@@ -139,6 +142,7 @@ def test_a_name_is_found_by_transformers_own_rules(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("name", ["Llava", "Qwen2_5_VL"])
+@pytest.mark.sample(1)
 def test_older_names(name: str, old: str, new: str, tmp_path: Path) -> None:
     model = build(name)
     model.save_pretrained(tmp_path / "base")

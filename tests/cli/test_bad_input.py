@@ -244,6 +244,7 @@ def test_a_chunk_longer_than_the_context_is_reported(
     assert "no write would ever be read" in caplog.text
 
 
+@pytest.mark.full
 def test_the_installed_command_answers_as_the_function_does(tmp_path: Path) -> None:
     command = Path(sys.executable).with_name("inplace-ttt")
     done = subprocess.run(

@@ -89,6 +89,7 @@ def test_a_command_that_is_none_is_answered_in_json_too(
     assert json.loads(capsys.readouterr().out)["exit_code"] == 2
 
 
+@pytest.mark.full
 def test_a_reader_that_stops_early_is_no_error(folder: Path) -> None:
     """As a shell leaves it, standard input closed as well."""
     line = f"set -o pipefail; {sys.executable} -m inplace_ttt.cli info ttt <&- | true"

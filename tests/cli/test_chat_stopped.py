@@ -125,6 +125,7 @@ def _from_file(lines: Path, words: list[str]) -> None:
     sys.exit(cli.main())
 
 
+@pytest.mark.full
 def test_a_pipe_gets_the_answers_alone(world: Path, tmp_path: Path) -> None:
     environment = {
         **os.environ,

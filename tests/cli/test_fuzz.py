@@ -124,6 +124,7 @@ def test_there_are_a_thousand_cases() -> None:
 @pytest.mark.parametrize(
     "command", [*dict.fromkeys([*fuzz_arguments.COMMANDS, *(c for t in worlds.TARGETS for c in t.commands)])]
 )
+@pytest.mark.sample(14)
 def test_what_is_not_damaged_works(command: str, world: Path) -> None:
     """Else the fuzz would prove nothing: every one of its commands does its work on what is whole."""
     folder = worlds.copy_of(world, world.parent / "case")

@@ -133,6 +133,7 @@ def test_info_of_an_adapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert (info["form"], info["layers"], info["state_bytes_per_sequence"]) == ("adapter", [1], 32 * 48 * 4)
 
 
+@pytest.mark.full
 def test_bench_rows(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--d", "32", "--h", "64", "--tokens", "64", "--chunk-size", "16", "--repeats", "2"]
     assert cli.main(["bench", *sizes, "--json"]) == 0
@@ -150,6 +151,7 @@ def test_bench_rows(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("chunk", [64, 600])
+@pytest.mark.sample(1)
 def test_layers_and_eta_are_chosen_for_chunks_of_any_size(
     chunk: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -86,6 +86,7 @@ def test_the_page_loads_nothing_and_holds_the_plots(
     assert all(f"<th>{head}</th>" in page for head in ("‖gradient‖", "η‖S‖/‖W0‖", "loss on − off"))
 
 
+@pytest.mark.full
 def test_how_much_tokens_count(
     model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -165,6 +166,7 @@ def test_a_sick_checkpoint(
     assert "Severe" in (tmp_path / "out" / "report.html").read_text()
 
 
+@pytest.mark.full
 def test_only_conv_and_p_are_trained(
     model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -233,6 +235,7 @@ def test_bad_input_is_one_line(
         assert bytes_of(tmp_path) == before, arguments
 
 
+@pytest.mark.full
 def test_a_folder_is_replaced_when_asked(
     model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,6 +26,7 @@ def diagnosed(eta: float, **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize("rule", RULES)
+@pytest.mark.sample(1)
 def test_a_sound_model_has_no_severe_finding(rule: str) -> None:
     found = diagnosed(0.1, **RULES[rule])
     assert [finding.id for finding in found.findings if finding.severity == "severe"] == []

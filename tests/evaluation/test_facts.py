@@ -124,7 +124,7 @@ def plainly(model: PreTrainedModel, before: Tensor | Session, question: Question
 
 
 @pytest.mark.parametrize(("window", "begins"), [(None, ()), (24, (5, 6))], ids=str)
-@pytest.mark.sample(1)
+@pytest.mark.full
 def test_answers_are_those_of_one_call(window: int | None, begins: tuple[int, ...]) -> None:
     model, _, rows, _ = model_and_rows(distance=5 * CHUNK + 3)
     protocol = Protocol(window, 2, 0, 2, begins)
@@ -212,7 +212,7 @@ def test_a_table_of_all_readings() -> None:
 
 
 @pytest.mark.parametrize("begins", [(), (5,)], ids=str)
-@pytest.mark.sample(1)
+@pytest.mark.full
 def test_where_positions_end_a_session_forgets_and_full_ends(
     begins: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

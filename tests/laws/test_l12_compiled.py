@@ -81,10 +81,12 @@ def check(model: nn.Module, *forwards: str) -> None:
 
 
 @pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.sample(1)
 def test_one_graph_with_every_option(options: str) -> None:
     check(converted("llama", **OPTIONS[options]), "whole rows")
 
 
+@pytest.mark.full
 def test_a_measured_model_may_be_compiled_before_it_ever_ran() -> None:
     """And one that is not measured is refused, compiled or not."""
     model, fresh = (converted("llama", **RIDGE).requires_grad_(False) for _ in range(2))
@@ -98,6 +100,7 @@ def test_a_measured_model_may_be_compiled_before_it_ever_ran() -> None:
         compiled(fresh)(input_ids=IDS, use_cache=False)
 
 
+@pytest.mark.full
 def test_norms_break_the_graph_and_nothing_else() -> None:
     model = converted("llama", **NORMS)
     run = compiled(model, fullgraph=False)
@@ -107,6 +110,7 @@ def test_norms_break_the_graph_and_nothing_else() -> None:
         assert distance(found, eager) < 1e-5
 
 
+@pytest.mark.full
 def test_documents_are_known_when_the_graph_runs() -> None:
     check(converted("llama"), "padded left", "packed", "blocks")
 
@@ -115,6 +119,7 @@ def test_another_family() -> None:
     check(converted("gpt2", target="hidden_states"), "packed")
 
 
+@pytest.mark.full
 def test_a_graph_is_switched_off() -> None:
     model = converted("llama").requires_grad_(False)
     run = compiled(model)
@@ -156,6 +161,7 @@ def test_a_graph_is_made_once_for_all_steps(monkeypatch: pytest.MonkeyPatch) -> 
     assert graphs.frame_count == 1
 
 
+@pytest.mark.full
 def test_a_cache_breaks_the_graph_and_nothing_else() -> None:
     """Threads that generate with one compiled model answer as each alone with the model as it is."""
     model = converted("llama")

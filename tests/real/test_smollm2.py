@@ -98,6 +98,7 @@ def test_l4_a_row_alone_is_the_row_in_a_batch(model: PreTrainedModel, text: str)
         assert torch.equal(together[row, -6:], alone[0, -6:])
 
 
+@pytest.mark.full
 def test_a_session_broken_in_two_is_the_unbroken_one(
     model: PreTrainedModel, text: str, tmp_path: Path
 ) -> None:

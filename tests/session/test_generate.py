@@ -85,6 +85,7 @@ def test_greedy(model, prompt):
 
 
 @pytest.mark.parametrize("returned", [1, 3])
+@pytest.mark.sample(2)
 def test_sampling_with_a_seed(model, returned):
     def sample(**options: Any) -> tuple[Tensor, Tensor]:
         torch.manual_seed(3)
@@ -107,6 +108,7 @@ def test_sampling_with_a_seed(model, returned):
 @pytest.mark.parametrize(
     "options", [{}, {"num_return_sequences": 3}, {"length_penalty": 0.0, "do_sample": True}]
 )
+@pytest.mark.sample(2)
 def test_beam_search(model, options):
     def search(**more: Any) -> tuple[Tensor, Tensor]:
         torch.manual_seed(3)
@@ -132,6 +134,7 @@ def padded(*lengths: int) -> tuple[list[Tensor], Tensor, Tensor]:
 
 @pytest.mark.parametrize("cache", [{}, STATIC], ids=["dynamic", "static"])
 @pytest.mark.parametrize("size", [None, 4, 6, 19], ids="prefill {}".format)
+@pytest.mark.sample(5)
 def test_rows_of_a_left_padded_batch_are_generated_as_alone(model, cache, size):
     """Rows stand at different places of their chunks all along; pieces of the prefill may be all padding."""
     rows, batch, mask = padded(3, 14, 19)
@@ -195,6 +198,7 @@ def assistant(name: str, kind: str, guesses: int) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("kind", ["the base", "converted", "the same model"])
+@pytest.mark.sample(2)
 def test_assisted_generation_equals_greedy(name, model, kind, crops):
     if name == "gemma3":
         needs("5.19", "a cache that records is longer than its mask")
@@ -204,6 +208,7 @@ def test_assisted_generation_equals_greedy(name, model, kind, crops):
 
 
 @pytest.mark.parametrize(("chunk", "guesses"), [(4, 3), (5, 4), (CHUNK, 5), (16, 6)])
+@pytest.mark.sample(2)
 def test_prompt_lookup_equals_greedy(name, chunk, guesses, crops):
     model, ids = ttt_model(name, chunk_size=chunk), random_ids(1, 6).repeat(1, 4)
     assert_same(generate(model, ids, 50, prompt_lookup_num_tokens=guesses), greedy(model, ids, 50))

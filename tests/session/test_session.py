@@ -20,6 +20,7 @@ from inplace_ttt.surgery import fast_weights
 
 @pytest.mark.parametrize("length", [5, 2 * CHUNK, LONG])
 @pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.sample(8)
 def test_a_loaded_session_goes_on_bit_for_bit(model, length, batch, tmp_path):
     unbroken = session(model, random_ids(batch, length))
     unbroken.save(tmp_path / "a")

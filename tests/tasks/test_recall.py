@@ -83,6 +83,7 @@ def test_accuracy_is_that_of_the_answers_alone(wrong: int) -> None:
     assert recall_accuracy(Answers(wrong), data, batch_size=4) == 1 - wrong / 10
 
 
+@pytest.mark.full
 def test_a_fast_weight_recalls_beyond_the_window() -> None:
     """A small task, in seconds: with TTT nearly all answers, with TTT off chance (1/16)."""
     torch.manual_seed(0)

@@ -154,6 +154,7 @@ def test_every_system_reads_the_same_rows(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @every_system
+@pytest.mark.sample(3)
 def test_a_few_steps_lower_the_loss(system: str) -> None:
     model, (ids, labels) = model_of(system).float(), task_of(TINY).batch(0, 0)
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)

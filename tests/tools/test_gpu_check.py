@@ -55,6 +55,7 @@ def test_a_wrong_kernel_is_marked_and_the_rest_goes_on(
     assert json.loads((tmp_path / "ceilings.json").read_text())["wrong"] == ["the one"]
 
 
+@pytest.mark.full
 def test_parts_of_the_checks_are_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check_kernels, "_run", lambda *args: {"out": torch.ones(1)})
     monkeypatch.setattr(check_kernels, "_convolutions", lambda device, smoke: iter([{"name": "convolution"}]))

@@ -111,6 +111,7 @@ def test_the_optimizer_is_the_one_that_was_asked_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("begins", "of_rows", "odd"), [(0, 0, 0), (1, 0, 8), (1, 6, 2), (1, 8, 0)])
+@pytest.mark.sample(1)
 def test_rows_that_do_not_begin_as_texts_do_are_said(
     begins: int, of_rows: int, odd: int, tmp_path: Path
 ) -> None:
@@ -179,6 +180,7 @@ def one_of_several(folder: Path, arguments: dict[str, Any]) -> None:
     run.train()
 
 
+@pytest.mark.full
 def test_a_resumed_run_goes_on_in_the_warm_up(tmp_path: Path) -> None:
     """And ends with the weights of one that was not stopped; what is saved on the way is η's own value."""
     whole, first, second = Eta(), Eta(), Eta()
@@ -211,6 +213,7 @@ class StopAt(TrainerCallback):
 
 
 @pytest.mark.parametrize("length", [30, 5], ids=["rows of chunks", "rows shorter than a chunk"])
+@pytest.mark.sample(1)
 def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path, length: int) -> None:
     """Where the writer reads it, before any weight has changed; and nothing of the callback stays with the
     model."""

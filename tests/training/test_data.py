@@ -147,6 +147,7 @@ class TestCache:
         ):
             build(folder / "numbers.jsonl", processes=2)
 
+    @pytest.mark.full
     def test_outlives_the_process(
         self, build: Any, folder: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
     ) -> None:

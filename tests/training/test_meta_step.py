@@ -163,6 +163,7 @@ def test_finding_loss_gradients_is_counted(tmp_path: Path) -> None:
     [{}, {"update_rule": "ridge", "ridge": 1.0, "whitening": {"rank": 0.5}}],
     ids=["paper", "least squares"],
 )
+@pytest.mark.sample(2)
 def test_what_a_fast_weight_adds_to_the_products(
     options: dict[str, Any], dtype: str, checkpointing: bool, tmp_path: Path
 ) -> None:

@@ -119,6 +119,7 @@ def test_attention_counts_the_window(tmp_path: Path) -> None:
         ),
     ],
 )
+@pytest.mark.sample(6)
 def test_what_will_not_train(overrides: list[str], sentence: str, tmp_path: Path) -> None:
     found = make_plan(tiny_recipe(tmp_path, *overrides)).warnings
     assert any(sentence in warning for warning in found), found
@@ -166,6 +167,7 @@ def test_what_will_not_train(overrides: list[str], sentence: str, tmp_path: Path
     ],
     ids=["logits", "checkpointing", "batch", "length", "buckets", "stage", "offload"],
 )
+@pytest.mark.sample(4)
 def test_what_will_not_fit(
     sections: dict[str, Any], remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,6 +205,7 @@ def test_what_evaluation_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert make_plan(tiny_recipe(tmp_path, model=config, deepspeed=2)).evaluation_bytes == 0
 
 
+@pytest.mark.full
 def test_evaluation_that_will_not_fit(tmp_path: Path) -> None:
     """Liger trains in smaller pieces than those of evaluation, so that evaluation may be what needs most."""
     recipe = tiny_recipe(
@@ -224,6 +227,7 @@ def test_evaluation_that_will_not_fit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("stage", "train", "dtype"), [(1, "all", "float32"), (2, "lora", "bfloat16"), (3, "ttt", "bfloat16")]
 )
+@pytest.mark.sample(1)
 def test_what_a_run_has_on_disk(stage: int, train: str, dtype: str, tmp_path: Path) -> None:
     """Against the files of a run."""
     model = checkpoint(tmp_path / "model", hidden_size=128, intermediate_size=512)

@@ -146,7 +146,7 @@ def at_toy_size(run: Run, folder: Path) -> Recipe:
 
 
 @every_run
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 def test_it_builds_at_toy_size(run: Run, tmp_path: Path) -> None:
     recipe = at_toy_size(run, tmp_path)
     model = build_model(recipe)
@@ -173,7 +173,7 @@ def test_it_builds_at_toy_size(run: Run, tmp_path: Path) -> None:
 
 
 @every_run
-@pytest.mark.sample(6)
+@pytest.mark.sample(2)
 def test_its_plan_warns_of_nothing(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """At full size, but without the cost of a step, which takes seconds."""
     monkeypatch.setattr(plan, "step_cost", lambda recipe: StepCost(10**9, 10**9, 0, 10**12))

@@ -175,6 +175,7 @@ def test_a_corrupt_checkpoint(damage: str, unbroken: Path, tmp_path: Path) -> No
     assert_same(unbroken, output)
 
 
+@pytest.mark.full
 def test_from_scratch(unbroken: Path, tmp_path: Path) -> None:
     """No old checkpoint outlives it, not even where it was killed in the middle; nothing goes before the run
     can start."""
@@ -256,6 +257,7 @@ FIXED = {
 
 
 @pytest.mark.parametrize(("setting", "said"), FIXED.items(), ids=FIXED)
+@pytest.mark.sample(5)
 def test_what_may_not_change_is_refused(setting: str, said: str, unbroken: Path, tmp_path: Path) -> None:
     output = without_final(unbroken, tmp_path / "out")
     before = sorted(output.rglob("*"))

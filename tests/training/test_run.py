@@ -90,6 +90,7 @@ def test_lora_leaves_an_adapter_that_reloads(made: Path, tmp_path: Path) -> None
     assert (logits(merged, ids) - logits(load(made / "model", dtype=torch.float32), ids)).abs().max() > 1e-3
 
 
+@pytest.mark.full
 def test_a_lora_over_a_base_brings_its_conversion(
     made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -141,6 +142,7 @@ def assert_only_on_its_base(final: Path, base: Path, folder: Path) -> None:
     load(final, base=str(folder / "other"))
 
 
+@pytest.mark.full
 def test_a_lora_is_evaluated_as_any_run(
     made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -214,6 +216,7 @@ def test_a_loss_that_is_no_number_stops_the_run(processes: int, made: Path, tmp_
 @pytest.mark.parametrize(
     ("stage", "dtype"), [(0, "float32"), (0, "bfloat16"), (1, "float32"), (2, "bfloat16")]
 )
+@pytest.mark.sample(2)
 def test_a_gradient_that_is_not_finite(
     stage: int, dtype: str, unstable: Path, made: Path, tmp_path: Path
 ) -> None:
@@ -302,6 +305,7 @@ def test_a_recipe_that_is_none_starts_nothing(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_a_recipe_that_claims_nothing_is_stopped_by_faults_alone(made: Path, tmp_path: Path) -> None:
     recipe = recipe_file(tmp_path, made / "model", made / "text", audit={"enabled": True})
     log = finish(start(recipe, "training.steps=1"))

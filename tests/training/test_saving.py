@@ -101,6 +101,7 @@ def broken_top_p(model: Path) -> None:
 @pytest.mark.parametrize(
     "damage", [broken_temperature, broken_beams, broken_top_p], ids=lambda damage: damage.__name__
 )
+@pytest.mark.sample(1)
 def test_what_cannot_be_saved_is_refused_before_the_first_step(
     made: Path, tmp_path: Path, damage: object
 ) -> None:
@@ -114,6 +115,7 @@ def test_what_cannot_be_saved_is_refused_before_the_first_step(
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.sample(1)
 def test_a_tied_weight_is_saved_once(made: Path, tmp_path: Path, stage: int) -> None:
     tied = checkpoint(tmp_path / "tied", tie_word_embeddings=True)
     recipe = recipe_file(

@@ -158,6 +158,7 @@ def test_empty_documents_are_left_out(build: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.sample(1)
 def test_a_document_of_a_million_tokens(build: Any, tmp_path: Path, streaming: bool) -> None:
     (tmp_path / "long.txt").write_text("w7 " * 1_000_000)
     found = build(tmp_path / "long.txt", sequence_length=65536, chunk_size=4096, streaming=streaming)

@@ -48,6 +48,7 @@ def gradient(recipe: Path) -> tuple[str, Run]:
 
 
 @pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.sample(3)
 def test_every_split_is_the_same_run(split: str, recipe: Path, plain: Run, tmp_path: Path) -> None:
     agree(recipe, plain, tmp_path / "out", SPLITS[split])
 
@@ -60,7 +61,7 @@ def test_every_split_is_the_same_run(split: str, recipe: Path, plain: Run, tmp_p
         "four ranks share rows",
     ],
 )
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_every_split_is_the_same_run_by_least_squares(
     split: str, recipe: Path, ridge: tuple[str, Run], tmp_path: Path
 ) -> None:
@@ -71,6 +72,7 @@ def test_every_split_is_the_same_run_by_least_squares(
 @pytest.mark.parametrize(
     "split", [split for split in SPLITS if split not in SHARED and "ZeRO 3" not in split]
 )
+@pytest.mark.sample(1)
 def test_every_split_is_the_same_run_with_loss_gradients(
     split: str, recipe: Path, gradient: tuple[str, Run], tmp_path: Path
 ) -> None:
@@ -94,6 +96,7 @@ def test_every_split_is_the_same_run_by_the_next_token(split: str, recipe: Path,
     agree(recipe, plain_run(load_recipe(recipe, [setting])), tmp_path / "out", (setting, *SPLITS[split]))
 
 
+@pytest.mark.full
 def test_a_stream_is_the_same_run(recipe: Path, tmp_path: Path) -> None:
     """As the recipes for GPUs read: the first process hands out every row. Taken up from a checkpoint it goes
     on, bit for bit."""
@@ -137,6 +140,7 @@ def test_micro_steps_add_up_in_float32(stage: int, recipe: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.sample(1)
 def test_odd_documents_across_ranks(ranks: int, recipe: Path, tmp_path: Path) -> None:
     """Documents of any length, which the packer sets on the chunk grid."""
     settings = (

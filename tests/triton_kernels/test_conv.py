@@ -38,6 +38,7 @@ def both_ways(
 )
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.sample(4)
 def test_it_is_the_plain_one(name: str, kernel: str, dtype: torch.dtype, bound: float) -> None:
     expected = both_ways(conv_by_taps, LAYOUTS[name], torch.float64, *KERNELS[kernel])
     found = both_ways(chunk_conv, LAYOUTS[name], dtype, *KERNELS[kernel])

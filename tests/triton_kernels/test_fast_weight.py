@@ -91,7 +91,7 @@ PLACES = list(itertools.product(DOCUMENTS, SHAPES))
 
 
 @pytest.mark.parametrize(("documents", "shape"), PLACES)
-@pytest.mark.sample(9)
+@pytest.mark.sample(5)
 def test_the_kernels_are_the_reference(documents: str, shape: str) -> None:
     """Each case of the table at one place or more, each place with three cases, among them every clip."""
     first = PLACES.index((documents, shape)) * 2
@@ -100,7 +100,7 @@ def test_the_kernels_are_the_reference(documents: str, shape: str) -> None:
 
 
 @pytest.mark.parametrize(("documents", "shape"), PLACES[: -len(SHAPES)])
-@pytest.mark.sample(6)
+@pytest.mark.sample(2)
 def test_in_bfloat16(documents: str, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     number = PLACES.index((documents, shape))
     chunk, d, h = SHAPES[shape]
@@ -113,12 +113,13 @@ def test_in_bfloat16(documents: str, shape: str, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.sample(1)
 def test_in_float16(shape: str) -> None:
     check(layout_of("packed", SHAPES[shape][0]), shape, torch.float16, ("free", True, True, True))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.sample(1)
+@pytest.mark.full
 def test_every_output_is_written(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With fresh memory full of NaN instead of whatever lies there, nothing changes."""
     layout = layout_of("unequal rows", SHAPES[shape][0])

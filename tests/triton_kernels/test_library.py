@@ -110,6 +110,7 @@ def test_half_precision_on_cuda_takes_the_kernels(monkeypatch: pytest.MonkeyPatc
     ]
 
 
+@pytest.mark.full
 def test_an_unsupported_device_is_one_sentence() -> None:
     """In a process without the interpreter, on CPU tensors."""
     code = """
