@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ..ops import form_of, state_dtype
+from ..device_copies import on_device
+from ..ops import add_indexed_reads, form_of, state_dtype
 from ..ops.precision import in_range
 from ..rules import Rule
 
@@ -21,6 +23,33 @@ class Reader(Protocol):
     def eta(self) -> float: ...
     def readout(self, state: Tensor) -> Tensor:
         """Returns the result of `FastWeight.readout`. It is called only with `preserve_row_norms`."""
+
+
+@dataclass(frozen=True)
+class SingleTokens:
+    """Tokens that each belong to another row.
+
+    Attributes:
+        places: each token's index in the batch, [n] int64 on the device.
+        where: each token's row and its position in the row's open chunk, [2, n] int64 on the device.
+        rows: the rows.
+        longest: the largest position.
+    """
+
+    places: Tensor
+    where: Tensor
+    rows: tuple[int, ...]
+    longest: int
+
+    @classmethod
+    def of(cls, tokens: Sequence[tuple[int, int, int]], device: torch.device) -> SingleTokens:
+        """Returns tokens from their places, rows and positions."""
+        places, rows, positions = zip(*tokens, strict=True)
+        index = on_device(torch.tensor((places, rows, positions)), device)
+        return cls(index[0], index[1:], rows, max(positions))
+
+    def __getitem__(self, part: slice) -> SingleTokens:
+        return SingleTokens(self.places[part], self.where[:, part], self.rows[part], self.longest)
 
 
 class State:
@@ -79,22 +108,17 @@ class State:
         held = {id(tensor): tensor for tensor in (self.value, self._read, self._factor) if tensor is not None}
         return sum(tensor[0].nbytes for tensor in held.values())
 
-    def read_each(self, z: Tensor, rows: list[int]) -> Tensor:
-        """Returns the reads [n, d], without η, of keys that each belong to another row.
-
-        On a GPU this is one batched product. On a CPU one product per key is faster.
+    def add_reads_of(self, tokens: SingleTokens, out: Tensor, z: Tensor, eta: float) -> None:
+        """Adds the reads of single tokens, times η, to `out` in place.
 
         Args:
-            z: keys [n, r].
-            rows: the row that each key reads.
+            tokens: the tokens, of which each reads its own row.
+            out: outputs [N, d].
+            z: keys [N, r].
+            eta: η.
         """
-        maps = self._fresh(rows)
-        keys, where = z.to(maps.dtype), torch.tensor(rows, device=z.device)
-        if z.device.type == "cpu":
-            read = torch.stack([torch.mv(maps[row], key) for key, row in zip(keys, rows, strict=True)])
-        else:
-            read = torch.bmm(maps[where], keys[:, :, None])[..., 0]
-        return read if self._factor is None else read * self._factor[where, 0]
+        maps = self._fresh(tokens.rows)
+        add_indexed_reads(out, z, maps, tokens.places, tokens.where[0], factors=self._factor, scale=eta)
 
     def copy_row(self, source: int, row: int) -> None:
         """Copies row `source` to row `row`."""
@@ -201,21 +225,12 @@ class OpenChunks:
         for buffer, tensor in zip(self.held, new, strict=True):
             buffer[row, first:last] = tensor
 
-    def put_each(self, where: Sequence[tuple[int, int, int]], *new: Tensor) -> None:
-        """Stores one token of each of several rows.
-
-        Args:
-            where: for each token, its index in `new`, its row, and its position in the row's open chunk.
-            new: tokens [N, h] and [N, d].
-        """
-        if len(where) == 1:
-            [(place, row, position)] = where
-            self.put(row, position, *(tensor[place : place + 1] for tensor in new))
-            return
-        self._grow(max(position for _, _, position in where) + 1, new)
-        places, rows, positions = torch.tensor(where, device=new[0].device).unbind(1)
+    def put_each(self, tokens: SingleTokens, *new: Tensor) -> None:
+        """Stores one token of each of several rows; new [N, h] and [N, d]."""
+        self._grow(tokens.longest + 1, new)
+        rows, positions = tokens.where
         for buffer, tensor in zip(self.held, new, strict=True):
-            buffer[rows, positions] = tensor[places]
+            buffer[rows, positions] = tensor[tokens.places]
 
     def followed_by(self, row: int, filled: int, *new: Tensor) -> tuple[Tensor, ...]:
         """Returns the first `filled` tokens of a row's open chunk, followed by the new ones."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..layout import ChunkLayout, Span
 from ..rules import Rule
-from .buffers import OpenChunks, Reader, State
+from .buffers import OpenChunks, Reader, SingleTokens, State
 
 
 class StreamedLayer(Reader, Protocol):
@@ -236,8 +236,11 @@ class ChunkRows:
                 self.rows[row].filled += 1
             else:
                 self._take(row, z[place : place + 1], x[place : place + 1], layer, undoable)
-        if open_rows:
-            self._open.put_each(open_rows, z, x)
+        if len(open_rows) == 1:
+            [(place, row, position)] = open_rows
+            self._open.put(row, position, z[place : place + 1], x[place : place + 1])
+        elif open_rows:
+            self._open.put_each(SingleTokens.of(open_rows, z.device), z, x)
 
     def _put(self, row: int, state: Tensor) -> None:
         if self._state is None:

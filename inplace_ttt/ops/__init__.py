@@ -25,11 +25,13 @@ from ..layout import ChunkLayout
 from ..rules import PAPER_RULE, RidgeRule, Rule, SumRule
 from . import conv, reference, triton
 from .forms import Backend, form_of, preferred
+from .indexed_reads import add_indexed_reads
 from .norms import keeping_row_norms
 from .precision import state_dtype
 from .reference import write_factor, written
 
 __all__ = [
+    "add_indexed_reads",
     "chunk_conv",
     "fast_weight",
     "form_of",

@@ -118,3 +118,17 @@ def halves(x: Tensor) -> tuple[Tensor, Tensor]:
     from ..kernels import halves
 
     return halves(x)
+
+
+def reads_by_index(device: torch.device, dtype: torch.dtype) -> bool:
+    """Returns True if the kernel reads single keys from matrices of this dtype on this device."""
+    return device.type == "cuda" and unavailable(device, dtype) is None
+
+
+def add_indexed_reads(
+    out: Tensor, z: Tensor, maps: Tensor, places: Tensor, rows: Tensor, factors: Tensor | None, scale: float
+) -> None:
+    """Adds scale · factor[row] · M[row] z[place] to out[place], as `inplace_ttt.ops.add_indexed_reads`."""
+    from ..kernels import add_indexed_reads
+
+    add_indexed_reads(out, z, maps, places, rows, factors, scale)

@@ -31,12 +31,20 @@ class Row:
     Attributes:
         settings: the request's fast-weight settings.
         slot: the slot that it writes; None before its first step.
+        block: the index of the slot's block among the request's blocks.
+        own: the number of the request's own tokens that are read.
         tokens: the number of tokens that its state has read, including those of the snapshot `start`.
     """
 
     settings: RequestSettings
     slot: int | None = None
+    block: int = 0
+    own: int = 0
     tokens: int = 0
+
+    def goes_on(self, read: int, block: int) -> bool:
+        """Returns True if the request has read `read` tokens, and its block is still the same."""
+        return self.slot is not None and (self.own, self.block) == (read, block)
 
 
 class Batch(LogitsProcessor):
@@ -81,21 +89,13 @@ class Batch(LogitsProcessor):
             if there is not None and direction == MoveDirectionality.SWAP:
                 self.rows[source] = there
 
-    def begin(self, row: int, slot: int, read: int) -> tuple[RequestSettings, Snapshot | None]:
-        """Records the slot of a row's request, and how many tokens it will have read.
+    def row(self, index: int) -> Row:
+        """Returns the request with this index in the batch."""
+        return self.rows.get(index) or Row(RequestSettings())  # vLLM warms up with rows that were never added
 
-        Args:
-            row: the request's index in the batch.
-            slot: the slot of this step.
-            read: the number of the request's own tokens that are read after this step.
-
-        Returns:
-            The request's settings, and the snapshot that it starts from or None.
-        """
-        known = self.rows.get(row) or Row(RequestSettings())  # vLLM warms up with rows that were never added
-        start = None if known.settings.start is None else self.snapshots[known.settings.start]
-        known.slot, known.tokens = slot, read + (0 if start is None else start.tokens)
-        return known.settings, start
+    def start_of(self, row: Row) -> Snapshot | None:
+        """Returns the snapshot that a request starts from, or None."""
+        return None if row.settings.start is None else self.snapshots[row.settings.start]
 
     def keep(self, name: str) -> Snapshot | None:
         """Returns the snapshot of the request whose `keep` is `name`, once; None if it is unknown."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.config import CompilationConfig, CUDAGraphMode, VllmConfig
 from vllm.logger import init_logger
 from vllm.model_executor.models.config import MambaModelConfig
 
@@ -11,6 +11,8 @@ from ..config import InPlaceTTTConfig
 _LOG = init_logger(f"vllm.{__name__}")
 _BATCH = f"{__package__}.batch:Batch"
 WORKER = f"{__package__}.worker.MemoryWorker"
+ADVANCE = "inplace_ttt::advance"
+"""The operator that reads and writes the slots of a step."""
 
 
 def ttt_config(vllm_config: VllmConfig) -> InPlaceTTTConfig | None:
@@ -30,12 +32,28 @@ class ServedConfig(MambaModelConfig):
         super().verify_and_update_config(vllm_config)
         given = vllm_config.model_config.logits_processors or []
         vllm_config.model_config.logits_processors = [*(given if _BATCH in given else [*given, _BATCH])]
-        if vllm_config.compilation_config.cudagraph_mode not in (None, CUDAGraphMode.NONE):
-            _LOG.warning(
-                "In-Place TTT: CUDA graphs are switched off: a graph would keep writing the slots of the "
-                "step in which it was recorded."
-            )
-        vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
+        _split_graphs(vllm_config.compilation_config)
         vllm_config.parallel_config.worker_extension_cls = (
             vllm_config.parallel_config.worker_extension_cls or WORKER
         )
+
+
+def _split_graphs(compilation: CompilationConfig) -> None:
+    """Leaves the fast weights' operator out of graphs, as vLLM does with attention.
+
+    A graph that contains it would keep writing the slots of the step in which it was recorded.
+    """
+    if compilation.splitting_ops is None:
+        # vLLM later splits at these operators, if it compiles in pieces
+        object.__setattr__(compilation, "_attention_ops", [*CompilationConfig._attention_ops, ADVANCE])
+    elif ADVANCE not in compilation.splitting_ops:
+        compilation.splitting_ops = [*compilation.splitting_ops, ADVANCE]
+    mode = compilation.cudagraph_mode
+    if mode is None or mode.has_full_cudagraphs():
+        if mode is not None:
+            _LOG.warning(
+                "In-Place TTT: cudagraph_mode=PIECEWISE replaces %s, since fast weights cannot be recorded.",
+                mode.name,
+            )
+        # vLLM turns graphs off where it does not compile in pieces
+        compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE

@@ -11,8 +11,10 @@ from vllm.distributed import tensor_model_parallel_all_gather, tensor_model_para
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.linear import RowParallelLinear
 
+from ..errors import InPlaceTTTError
 from ..layer.fast_linear import FastWeight, LayerSettings, target_generator
 from .blocks import SlotHandle
+from .engine_settings import ADVANCE
 from .slots import Slots
 from .steps import Step
 
@@ -70,12 +72,11 @@ class FastRowParallelLinear(FastWeight, RowParallelLinear):
             x: target source [N, d].
             step: the requests, their tokens and their slots.
         """
-        for request, source in step.moves(self.handle.kv_cache[0]):
+        for source, request in step.copies(self.handle.kv_cache[0]):
             self.slots.copy(source, request.slot, request.seen)
-        for request in step.requests:
-            if request.restores is not None:
-                self.slots.restore(request.slot, request.restores.layers[self.fast.layer])
-        self.slots.advance(out, self.keys(z), x, step.requests, self)
+        for snapshot, request in step.restored:
+            self.slots.restore(request.slot, snapshot.layers[self.fast.layer])
+        self.slots.advance(out, self.keys(z), x, step.tokens, self)
 
     def note_norm(self) -> None:
         """Keeps ‖W0‖ for a relative clip, after the weights are loaded."""
@@ -122,14 +123,24 @@ def install(
     vllm_config.compilation_config.static_forward_context[down.prefix] = down
 
 
-@torch.library.custom_op("inplace_ttt::advance", mutates_args=("out",))
+@torch.library.custom_op(ADVANCE, mutates_args=("out",))
 def advance(out: Tensor, z: Tensor, x: Tensor, name: str) -> None:
     """Calls `advance` of the layer with this name, which adds its reads to `out` [N, d] in place."""
+    if _is_recorded(out):  # replays of the graph would not call this
+        raise InPlaceTTTError(
+            "fast weights cannot be recorded in a CUDA graph; start vLLM with cudagraph_mode=PIECEWISE or "
+            "with --enforce-eager."
+        )
     context = get_forward_context()
     if context.attn_metadata is None:  # a run in which vLLM measures its memory
         return
     layer = context.no_compile_layers[name]
     layer.advance(out, z, x, context.attn_metadata[layer.handle.name])
+
+
+def _is_recorded(x: Tensor) -> bool:
+    """Returns True if a CUDA graph is being recorded on x's device."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 @advance.register_fake

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from ..config import InPlaceTTTConfig
 from ..layer.buffers import State
 from ..layer.rows import ChunkRows, Row, StreamedLayer
-from .steps import Tokens
+from .tokens import StepTokens, Tokens
 
 
 class Slots(ChunkRows):
@@ -78,46 +78,38 @@ class Slots(ChunkRows):
             for name, buffer in zip("zx", self._open.held, strict=True):
                 buffer[slot, :filled] = held[name][0, :filled].to(buffer)
 
-    def advance(
-        self, out: Tensor, z: Tensor, x: Tensor, requests: Sequence[Tokens], layer: StreamedLayer
-    ) -> None:
-        """Reads and writes the tokens of several requests.
+    def advance(self, out: Tensor, z: Tensor, x: Tensor, tokens: StepTokens, layer: StreamedLayer) -> None:
+        """Reads and writes the tokens of a step.
 
         Args:
             out: the layer's output [N, d]; the reads are added to it in place.
             z: keys [N, r].
             x: target source [N, d].
-            requests: the requests, with their tokens and slots.
+            tokens: the requests, with their tokens and slots.
             layer: the layer whose rule and target generator apply.
         """
-        for request in requests:
-            written, filled = divmod(request.seen, self.chunk_size)
-            self.rows[request.slot] = Row(filled, written)
-        self._advance_each(
-            out, z, x, [request for request in requests if request.stop - request.start == 1], layer
-        )
-        for request in requests:
-            if request.stop - request.start > 1:
-                part = slice(request.start, request.stop)
-                row = out[None, part], z[None, part], x[None, part]
-                if self.writes:
-                    span = 0, request.stop - request.start
-                    self._advance(*row, [span], layer, request.slot, undoable=False)
-                else:
-                    self._read(*row[:2], layer, request.slot)
+        if tokens.reading is not None:
+            self._state.add_reads_of(tokens.reading, out, z, layer.eta)
+        if self.writes and tokens.open is not None:
+            self._open.put_each(tokens.open, z, x)
+        for request in tokens.completing if self.writes else ():
+            self._enter(request)
+            part = slice(request.start, request.stop)
+            self._take(request.slot, z[part], x[part], layer, undoable=False)
+        for request in tokens.longer:
+            self._enter(request)
+            part = slice(request.start, request.stop)
+            row = out[None, part], z[None, part], x[None, part]
+            if self.writes:
+                span = 0, request.stop - request.start
+                self._advance(*row, [span], layer, request.slot, undoable=False)
+            else:
+                self._read(*row[:2], layer, request.slot)
 
-    def _advance_each(
-        self, out: Tensor, z: Tensor, x: Tensor, requests: Sequence[Tokens], layer: StreamedLayer
-    ) -> None:
-        """Reads and writes one token of each of several requests, as `advance` does."""
-        reading = [request for request in requests if self.rows[request.slot].written]
-        if reading:
-            places = torch.tensor([request.start for request in reading], device=z.device)
-            read = self._state.read_each(z[places], [request.slot for request in reading])
-            out.index_add_(0, places, (read * layer.eta).to(out.dtype))
-        if self.writes:
-            starts, slots = [request.start for request in requests], [request.slot for request in requests]
-            self._take_each(starts, z, x, slots, layer, undoable=False)
+    def _enter(self, request: Tokens) -> None:
+        """Sets the position of a request's slot."""
+        written, filled = divmod(request.seen, self.chunk_size)
+        self.rows[request.slot] = Row(filled, written)
 
     def _before(self, row: int) -> Tensor | None:
         return self._state.value[row : row + 1] if self.rows[row].written else None
