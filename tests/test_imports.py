@@ -30,7 +30,7 @@ OF_OTHERS = ("inplace_ttt.kernels", "inplace_ttt.serving.", "inplace_ttt.clients
 BESIDE = {
     "chat": {"rich", "markdown_it"},  # of typer, which transformers needs
     "kernels": {"triton"},
-    "serving": {"vllm", "fastapi", "starlette", "uvloop"},
+    "serving": {"vllm", "fastapi", "psutil", "starlette", "uvloop"},  # of vLLM
     "clients": {"axolotl", "llamafactory", "lm_eval", "nemo_automodel", "pydantic", "swift"},
 }
 MODULES = sorted(

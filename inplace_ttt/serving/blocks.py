@@ -12,8 +12,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import torch
+from torch import distributed
 from vllm.config import VllmConfig
+from vllm.distributed import get_tp_group
+from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.v1.attention.backend import AttentionBackend
@@ -27,6 +31,8 @@ from vllm.v1.kv_cache_spec_registry import register_kv_cache_spec
 from ..errors import InPlaceTTTError
 from .steps import SlotBackend
 
+_LOG = init_logger(f"vllm.{__name__}")
+
 HANDLE = ((1,),), (torch.int64,)
 """Shapes and dtypes of a slot's block, as declared to vLLM."""
 
@@ -35,24 +41,68 @@ SETTING = "inplace_ttt_slots"
 """Key in vLLM's `additional_config`: the number of slots."""
 
 
-def number_of_slots(vllm_config: VllmConfig) -> int:
+def number_of_slots(vllm_config: VllmConfig, slot_bytes: int, room: int) -> int:
     """Returns the number of slots, including slot 0, which no request gets.
 
-    By default there is one slot per request that may run at once. With prefix caching there are two: one for
-    the state that a step starts from, and one for the state after it.
+    By default there is one slot per request that may run at once, or as many as fit. With prefix caching a
+    request needs two: one for the state that a step starts from, and one for the state after it.
+
+    Args:
+        vllm_config: vLLM's settings.
+        slot_bytes: bytes of a slot in all layers.
+        room: bytes that the slots may use.
 
     Raises:
-        InPlaceTTTError: if the number in `additional_config` is too small or not a whole number.
+        InPlaceTTTError: if the number in `additional_config` is too small or not a whole number, or if no
+            request fits.
     """
     each = 1 if vllm_config.cache_config.mamba_cache_mode == "none" else 2
-    asked = dict(vllm_config.additional_config or {}).get(
-        SETTING, each * vllm_config.scheduler_config.max_num_seqs
-    )
-    if not isinstance(asked, int) or asked < each:
+    asked = dict(vllm_config.additional_config or {}).get(SETTING)
+    if asked is not None:
+        if not isinstance(asked, int) or asked < each:
+            raise InPlaceTTTError(
+                f"{SETTING} of --additional-config must be a whole number of at least {each}, got {asked!r}."
+            )
+        return 1 + asked
+    wanted = each * vllm_config.scheduler_config.max_num_seqs
+    fit = room // slot_bytes - 1
+    if fit < each:
         raise InPlaceTTTError(
-            f"{SETTING} of --additional-config must be a whole number of at least {each}, got {asked!r}."
+            f"a request's fast weights need {each * slot_bytes / 1e9:.2f} GB, but {room / 1e9:.2f} GB are "
+            "free for them; raise --gpu-memory-utilization, or convert with the preset ridge, whose state is "
+            "smaller."
         )
-    return 1 + asked
+    if fit < wanted:
+        _LOG.warning(
+            "In-Place TTT: %.1f GB hold the fast weights of %d requests at once, not of %d; others wait "
+            "(%s of --additional-config sets the number of slots)",
+            room / 1e9,
+            fit // each,
+            wanted // each,
+            SETTING,
+        )
+    return 1 + min(wanted, fit)
+
+
+def room_for_slots(device: torch.device, share_used: float) -> int:
+    """Returns the bytes that slots may use: half of the memory that the weights leave.
+
+    The other half is for the KV cache and activations. Ranks of tensor parallelism agree on the least.
+
+    Args:
+        device: the device of the slots.
+        share_used: vLLM's `gpu_memory_utilization`.
+    """
+    if device.type == "cpu":
+        left = psutil.virtual_memory().available
+    else:
+        free, total = torch.cuda.mem_get_info(device)
+        left = max(int(free - (1 - share_used) * total), 0)
+    least = torch.tensor(left // 2)
+    group = get_tp_group()
+    if group.world_size > 1:
+        distributed.all_reduce(least, distributed.ReduceOp.MIN, group=group.cpu_group)
+    return int(least)
 
 
 class SlotManager(MambaManager):

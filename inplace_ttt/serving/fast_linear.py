@@ -11,6 +11,7 @@ from vllm.distributed import tensor_model_parallel_all_gather, tensor_model_para
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.linear import RowParallelLinear
 
+from ..config import InPlaceTTTConfig
 from ..errors import InPlaceTTTError
 from ..layer.fast_linear import FastWeight, LayerSettings, target_generator
 from .blocks import SlotHandle
@@ -94,6 +95,23 @@ class FastRowParallelLinear(FastWeight, RowParallelLinear):
         return weight if isinstance(weight, Tensor) and weight.is_floating_point() else None
 
 
+def slot_bytes(down: RowParallelLinear, config: InPlaceTTTConfig, dtype: torch.dtype) -> int:
+    """Returns the bytes of a slot of this down-projection on this rank."""
+    return _slots(down, config, 1, dtype, torch.device("meta")).nbytes
+
+
+def _slots(
+    down: RowParallelLinear, config: InPlaceTTTConfig, count: int, dtype: torch.dtype, device: torch.device
+) -> Slots:
+    h = down.input_size_per_partition if _is_split(down, config) else down.input_size
+    return Slots(count, config, down.output_size, h, dtype, device)
+
+
+def _is_split(down: RowParallelLinear, config: InPlaceTTTConfig) -> bool:
+    """Returns True if each rank of tensor parallelism keeps the part of the state of its input features."""
+    return down.tp_size > 1 and not config.wanting_whole_input
+
+
 def install(
     down: RowParallelLinear,
     settings: LayerSettings,
@@ -115,11 +133,9 @@ def install(
     down.__class__ = FastRowParallelLinear
     down.ttt = target_generator(config, h, d, dtype=dtype, device=device).requires_grad_(False)
     down.fast, down.source, down.handle = settings, source, handle
-    down.is_split = down.tp_size > 1 and not config.wanting_whole_input
+    down.is_split = _is_split(down, config)
     down.reduce_results = down.reduce_results and not down.is_split  # `forward` reduces the sum
-    down.slots = Slots(
-        handle.slots, config, d, down.input_size_per_partition if down.is_split else h, dtype, device
-    )
+    down.slots = _slots(down, config, handle.slots, dtype, device)
     vllm_config.compilation_config.static_forward_context[down.prefix] = down
 
 

@@ -20,10 +20,10 @@ from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid
 from ..config import InPlaceTTTConfig
 from ..errors import InPlaceTTTError
 from ..layer.fast_linear import LayerSettings
-from .blocks import HANDLE, SlotHandle, attention_specs, number_of_slots
+from .blocks import HANDLE, SlotHandle, attention_specs, number_of_slots, room_for_slots
 from .engine_settings import ttt_config
 from .families import FAMILIES
-from .fast_linear import FastRowParallelLinear, Source, install
+from .fast_linear import FastRowParallelLinear, Source, install, slot_bytes
 
 _LOG = init_logger(f"vllm.{__name__}")
 _NEW = ".down_proj.ttt."
@@ -88,11 +88,14 @@ def _make_fast(model: Any, vllm_config: VllmConfig) -> None:
     assert config is not None
     _refuse(config, vllm_config)
     layers = model.model.layers
-    handle = _handles(vllm_config, next(model.parameters()).device)
-    shared = Source()
-    layers[0].register_forward_pre_hook(shared.take, with_kwargs=True)
     indices = config.resolve(len(layers)).layers
     assert isinstance(indices, tuple)
+    size = sum(
+        slot_bytes(layers[index].mlp.down_proj, config, vllm_config.model_config.dtype) for index in indices
+    )
+    handle = _handles(vllm_config, size, next(model.parameters()).device)
+    shared = Source()
+    layers[0].register_forward_pre_hook(shared.take, with_kwargs=True)
     for position, index in enumerate(indices):
         source, mlp = shared, layers[index].mlp
         if config.target == "hidden_states":
@@ -106,7 +109,6 @@ def _make_fast(model: Any, vllm_config: VllmConfig) -> None:
             "In-Place TTT: target='gradient' needs a backward pass, which vLLM lacks: requests read memories "
             "and write none"
         )
-    size = sum(layers[index].mlp.down_proj.slots.nbytes for index in indices)
     _LOG.info(
         "In-Place TTT: %d slots of %.1f MB, fast weights of %d layers",
         handle.slots - 1,
@@ -115,16 +117,22 @@ def _make_fast(model: Any, vllm_config: VllmConfig) -> None:
     )
 
 
-def _handles(vllm_config: VllmConfig, device: torch.device) -> SlotHandle:
+def _handles(vllm_config: VllmConfig, size: int, device: torch.device) -> SlotHandle:
     """Registers the slots' handles with vLLM and returns the first.
 
     There are as many handles as layers of the rarest kind of attention, since vLLM groups its caches by that
     number.
+
+    Args:
+        vllm_config: vLLM's settings.
+        size: bytes of a slot in all layers.
+        device: the device of the slots.
     """
     rarest = min(Counter(attention_specs(vllm_config)).values())
-    handles = [
-        SlotHandle(f"inplace_ttt.slots.{i}", number_of_slots(vllm_config), device) for i in range(rarest)
-    ]
+    slots = number_of_slots(
+        vllm_config, size, room_for_slots(device, vllm_config.cache_config.gpu_memory_utilization)
+    )
+    handles = [SlotHandle(f"inplace_ttt.slots.{i}", slots, device) for i in range(rarest)]
     vllm_config.compilation_config.static_forward_context |= {handle.name: handle for handle in handles}
     return handles[0]
 

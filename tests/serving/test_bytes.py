@@ -12,9 +12,12 @@ import torch
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from inplace_ttt import InPlaceTTTConfig
+from inplace_ttt.errors import InPlaceTTTError
+from inplace_ttt.serving import blocks, model
+from inplace_ttt.serving.fast_linear import FastRowParallelLinear
 from inplace_ttt.serving.slots import Slots
 from serving.checkpoints import LIVE, base, save
-from serving.test_tokens import engine
+from serving.test_tokens import engine, free_slots, generated, prompts, served
 
 D, H, CHUNK, SLOTS = 576, 1536, 128, 17
 """SmolLM2-135M's."""
@@ -46,6 +49,30 @@ def _taken(config: InPlaceTTTConfig, dtype: torch.dtype) -> tuple[int, int]:
         assert tensor is not None
         tensor.fill_(1)  # or the system gives no memory
     return slots.nbytes, psutil.Process().memory_info().rss - before
+
+
+def test_as_many_slots_as_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who finds none free waits; and where not even one request fits, the engine does not start."""
+    said = list[str]()
+    monkeypatch.setattr(blocks._LOG, "warning", lambda text, *given: said.append(text % given))
+    trained = save(tmp_path / "ttt", "llama", "ridge")
+    asked = prompts(40, 70, 100)
+    expected = {number: generated(trained, prompt) for number, prompt in enumerate(asked)}
+    with engine(tmp_path / "ttt", enable_prefix_caching=False) as made:
+        layers = made.vllm_config.compilation_config.static_forward_context.values()
+        size = sum(layer.slots.nbytes for layer in layers if isinstance(layer, FastRowParallelLinear))
+        assert free_slots(made)[1] == 8
+    monkeypatch.setattr(model, "room_for_slots", lambda device, share: 3 * size)  # slot 0 takes one
+    with engine(tmp_path / "ttt", enable_prefix_caching=False) as made:
+        assert free_slots(made)[1] == 2
+        assert served(made, asked) == expected
+    assert "hold the fast weights of 2 requests at once, not of 8; others wait" in said[0]
+    monkeypatch.setattr(model, "room_for_slots", lambda device, share: 2 * size)
+    with (
+        pytest.raises(InPlaceTTTError, match=r"a request's fast weights need .* GB, but .* GB are free"),
+        engine(tmp_path / "ttt", enable_prefix_caching=True),
+    ):
+        pass
 
 
 @pytest.mark.parametrize("caching", [False, True])
