@@ -35,7 +35,7 @@ from .families import CACHE, cache_in, features
 from .gradient_steps import Call, GradientSteps, first_stream, refuse_other_layers
 from .layer.cache import stop_recording, streams
 from .layer.fast_linear import FastWeight
-from .layer.forward_context import document_spans
+from .layer.graph_ops import document_spans
 from .layer.installing import fast_weights
 from .layer.overrides import overriding
 from .layer.per_thread import this_thread

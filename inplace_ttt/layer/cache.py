@@ -25,6 +25,7 @@ class CarriesFastWeight:
     """Mixin for a cache layer's class. It applies every operation on keys and values to the stream too."""
 
     fast_weight: FastWeightStream
+    is_compileable: bool
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # pickle would look the class up by its name
@@ -115,6 +116,13 @@ def stream_of(cache: Any, layer: int, batch: int, config: InPlaceTTTConfig) -> F
     elif layers[layer].fast_weight.batch != batch and layers[layer].fast_weight.is_empty:
         layers[layer].fast_weight = stream_class(config).of(config, batch)
     return layers[layer].fast_weight
+
+
+def known_stream(cache: Any, layer: int) -> FastWeightStream | None:
+    """Returns the stream of a decoder layer in a static cache, or None if there is none yet."""
+    layers = getattr(cache, "layers", ())
+    carrier: Any = layers[layer] if layer < len(layers) else None
+    return carrier.fast_weight if isinstance(carrier, CarriesFastWeight) and carrier.is_compileable else None
 
 
 def stop_recording(cache: Cache) -> None:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ..config import InPlaceTTTConfig
 from ..errors import InPlaceTTTError
 from ..families import features
 from ..layout import ChunkLayout
@@ -23,12 +22,11 @@ from ..ops.scan import fast_weight_across_ranks
 from .cache import stream_of
 from .forward_context import ForwardContext
 from .gradient_stream import GradientStream
+from .graph_ops import Decoder, decode
 from .hooks import LayerCall, LayerHooks
 from .quantized import is_encoded
 from .settings import LayerSettings, check_split, check_width
-from .target import GradientTarget, TargetGenerator
-from .whitened_keys import WhitenedKeys
-from .write_gate import WriteGate
+from .target import TargetGenerator
 
 
 class FastWeight(nn.Module):
@@ -52,9 +50,23 @@ class FastWeight(nn.Module):
 
         In families whose MLPs flatten the batch, the shapes are [B T, h] and [B T, d].
         """
-        if torch.compiler.is_compiling() and (self.hooks.has_cache or self._has_norms):
-            return self._forward_outside_of_graphs(z)
+        if torch.compiler.is_compiling():
+            call = self.hooks.unclaimed
+            if call is not None and call.decoder is not None:
+                return self._decode_in_graph(z, call.decoder)
+            if self._has_norms or (call is not None and call.cache is not None):
+                return self._forward_outside_of_graphs(z)
         return self._forward(z)
+
+    def _decode_in_graph(self, z: Tensor, decoder: Decoder) -> Tensor:
+        """Does the same as `_forward` for single tokens and a static cache, by an operator."""
+        call = self.hooks.claim(z)
+        assert call is not None
+        context = call.context
+        flat = super().forward(z)
+        out, z = (tensor.reshape(*context.shape, -1) for tensor in (flat, z))
+        decode(out, z, self._source(call), context.rows_read(), decoder.number, context.generated)
+        return out.reshape(flat.shape)
 
     @torch.compiler.disable(
         reason="reads into a cache, and norms of writes or rows, run outside of the graph"
@@ -86,6 +98,8 @@ class FastWeight(nn.Module):
                 super().forward(z), self.keys(z), ids, positions, context.spans(), self, self.fast.layer
             )
         if not self._needs_gradient(z, x):
+            if stream.decoder is None:
+                stream.decoder = Decoder(stream, self)
             return stream.advance(
                 super().forward(z), self.keys(z), x, context.spans(), self, generated=context.generated
             )
@@ -324,25 +338,3 @@ def plain_class(down: FastWeight) -> type:
     """Returns the down-projection's class without `FastWeight`."""
     classes = type(down).__mro__
     return classes[classes.index(FastWeight) + 1]
-
-
-def target_generator(
-    config: InPlaceTTTConfig, width: int, dim: int, **factory: Any
-) -> TargetGenerator | GradientTarget:
-    """Returns the new parameters of one layer, all zero.
-
-    Args:
-        config: the layer's config.
-        width: h, the down-projection's input width.
-        dim: d, its output width.
-        factory: `device` and `dtype` of the parameters.
-    """
-    rank = None if config.whitening is None else config.whitening.directions(dim, width)
-    keys = None if rank is None else WhitenedKeys(width, rank, **factory)
-    gate = None if rank is None or not config.write_gate else WriteGate(rank, **factory)
-    if config.target == "gradient":
-        return GradientTarget(keys=keys, write_gate=gate, **factory)
-    chosen: dict[str, Any] = {"normalize_targets": config.normalize_targets, "proj_init": config.proj_init}
-    return TargetGenerator(
-        dim, config.kernel_size, config.conv, **chosen, keys=keys, write_gate=gate, **factory
-    )

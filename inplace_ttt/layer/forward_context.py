@@ -63,8 +63,7 @@ class ForwardContext:
         self.input_ids: Tensor | None = ids
         self.cu_seqlens: Tensor | None = given.get("cu_seq_lens_q")
         cache = cache_in(given)
-        # tokens in the cache before this forward
-        self.past = 0 if cache is None else int(cache.get_seq_length())
+        self._past: Any = 0 if cache is None else _length(cache)
         self.owner, self.enabled, self.group, self.outer = owner, enabled, group, outer
         self.with_gradient = torch.is_grad_enabled()
         thread = this_thread()
@@ -78,6 +77,12 @@ class ForwardContext:
         self._layouts: dict[int, ChunkLayout] = {}
         self._parts: dict[int, ChunkLayout] = {}
         self._spans: list[Span] | None = None
+        self._rows_read: Tensor | None = None
+
+    @property
+    def past(self) -> int:
+        """Number of tokens in the cache before this forward."""
+        return int(self._past)
 
     def take_embeddings(self, embeddings: Tensor) -> None:
         """Stores the input of the first layer, [B, T, d].
@@ -200,7 +205,9 @@ class ForwardContext:
         return self._layouts[chunk_size]
 
     def _traced(self, chunk_size: int) -> TracedLayout:
-        spans = document_spans(self._one_mask(), self.position_ids, self.cu_seqlens, *self.shape)
+        spans = torch.ops.inplace_ttt.document_spans(
+            self._one_mask(), self.position_ids, self.cu_seqlens, *self.shape
+        )
         return TracedLayout(spans, *self.shape, chunk_size)
 
     def part(self, chunk_size: int) -> ChunkLayout:
@@ -277,6 +284,16 @@ class ForwardContext:
             self._spans = [row[0] if row else (0, 0) for row in documents]
         return self._spans
 
+    def rows_read(self) -> Tensor:
+        """Returns True for each row of which this forward's single token is no padding, bool [B] on the CPU.
+
+        It is called in a graph, and asks the device once per forward.
+        """
+        if self._rows_read is None:
+            past = self._past if isinstance(self._past, Tensor) else torch.full((), self._past)
+            self._rows_read = torch.ops.inplace_ttt.rows_read(self._one_mask(), past, self.shape[0])
+        return self._rows_read
+
     def _packed_by_cu_seqlens(
         self, cu_seqlens: Tensor, positions: Tensor | None, chunk_size: int
     ) -> ChunkLayout:
@@ -318,33 +335,9 @@ class ForwardContext:
         )
 
 
-@torch.library.custom_op("inplace_ttt::document_spans", mutates_args=())
-def document_spans(
-    mask: Tensor | None, positions: Tensor | None, cu_seqlens: Tensor | None, batch: int, length: int
-) -> Tensor:
-    """Returns the documents of a forward without a cache.
-
-    Args:
-        mask: attention mask, 2-D or 4-D.
-        positions: position ids.
-        cu_seqlens: cumulative lengths of the documents of one packed row.
-        batch: B.
-        length: T.
-
-    Returns:
-        Row, start and stop of each document, int64 [n, 3] on the CPU.
-    """
-    context = ForwardContext(
-        {"attention_mask": mask, "position_ids": positions, "cu_seq_lens_q": cu_seqlens}, owner=None
-    )
-    context.take_embeddings(torch.empty(batch, length, 0))
-    return context.layout(length).spans.clone()
-
-
-@document_spans.register_fake
-def _(
-    mask: Tensor | None, positions: Tensor | None, cu_seqlens: Tensor | None, batch: int, length: int
-) -> Tensor:
-    whole_rows = mask is None and positions is None and cu_seqlens is None
-    documents = batch if whole_rows else torch.library.get_ctx().new_dynamic_size()
-    return torch.empty(documents, 3, dtype=torch.int64, device="cpu")
+def _length(cache: Any) -> Any:
+    """Returns the number of tokens in a cache; in a graph a tensor, if the cache counts them in one."""
+    length = cache.get_seq_length()
+    if isinstance(length, Tensor):
+        return length.clone() if torch.compiler.is_compiling() else int(length)
+    return length

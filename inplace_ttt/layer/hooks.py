@@ -31,7 +31,7 @@ from transformers import Cache, PreTrainedModel
 
 from ..errors import InPlaceTTTError
 from ..families import cache_in
-from .cache import skip
+from .cache import known_stream, skip
 from .forward_context import ForwardContext
 from .learning import warn_if_nothing_learns
 from .overrides import overriding
@@ -56,6 +56,16 @@ class LayerCall:
     context: ForwardContext
     cache: Any
     mlp_input: Tensor | None = None
+
+    @property
+    def decoder(self) -> Any:
+        """The `graph_ops.Decoder` by which a graph reads the call's single tokens, or None.
+
+        Only a static cache has one, after a forward outside of graphs.
+        """
+        can = self.context.enabled and self.context.group is None and self.context.shape[1] == 1
+        stream = known_stream(self.cache, self.layer.index) if can and not torch.is_grad_enabled() else None
+        return None if stream is None else stream.decoder
 
 
 @contextmanager
@@ -270,10 +280,9 @@ class LayerHooks:
             call.mlp_input = args[0] if args else kwargs["hidden_states"]
 
     @property
-    def has_cache(self) -> bool:
-        """True if the unclaimed call reads into a cache."""
-        call = this_thread().armed
-        return call is not None and call.cache is not None
+    def unclaimed(self) -> LayerCall | None:
+        """The call that no down-projection has claimed yet."""
+        return this_thread().armed
 
     def claim(self, z: Tensor) -> LayerCall | None:
         """Returns the layer's call, and removes it; returns None if TTT is off.

@@ -10,9 +10,10 @@ from torch import nn
 
 from ..errors import InPlaceTTTError
 from ..families import DecoderLayer, features
-from .fast_linear import FastWeight, fast_class, plain_class, target_generator
+from .fast_linear import FastWeight, fast_class, plain_class
 from .hooks import LayerHooks, ModelHooks
 from .settings import LayerSettings
+from .target import target_generator
 from .zero3 import gathered
 
 

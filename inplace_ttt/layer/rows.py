@@ -19,6 +19,9 @@ from .buffers import OpenChunks, Reader, SingleTokens, State
 class StreamedLayer(Reader, Protocol):
     """The parts of a layer that its rows use."""
 
+    def keys(self, z: Tensor) -> Tensor:
+        """Returns the keys [..., r] of the layer's input [..., h]."""
+
     def write(
         self, z: Tensor, x: Tensor, layout: ChunkLayout, state: Tensor | None, *, reads: bool
     ) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ class FastWeightStream(ChunkRows):
     ) -> None:
         super().__init__(batch, chunk_size, rule)
         self.update_on_decode, self._abandoned = update_on_decode, False
+        self.decoder: Any = None  # a `graph_ops.Decoder`, once the stream was used outside of graphs
 
     @classmethod
     def of(cls, config: InPlaceTTTConfig, batch: int) -> FastWeightStream:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..config import InPlaceTTTConfig
 from ..config_checks import Conv, ProjInit
 from ..errors import InPlaceTTTError
 from ..layout import ChunkLayout
@@ -215,3 +216,25 @@ class GradientTarget(nn.Module):
                 "the extensions of this config are not measured yet; run inplace_ttt.calibrate(model, "
                 "rows) on some text."
             )
+
+
+def target_generator(
+    config: InPlaceTTTConfig, width: int, dim: int, **factory: Any
+) -> TargetGenerator | GradientTarget:
+    """Returns the new parameters of one layer, all zero.
+
+    Args:
+        config: the layer's config.
+        width: h, the down-projection's input width.
+        dim: d, its output width.
+        factory: `device` and `dtype` of the parameters.
+    """
+    rank = None if config.whitening is None else config.whitening.directions(dim, width)
+    keys = None if rank is None else WhitenedKeys(width, rank, **factory)
+    gate = None if rank is None or not config.write_gate else WriteGate(rank, **factory)
+    if config.target == "gradient":
+        return GradientTarget(keys=keys, write_gate=gate, **factory)
+    chosen: dict[str, Any] = {"normalize_targets": config.normalize_targets, "proj_init": config.proj_init}
+    return TargetGenerator(
+        dim, config.kernel_size, config.conv, **chosen, keys=keys, write_gate=gate, **factory
+    )

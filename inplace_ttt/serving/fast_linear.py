@@ -13,7 +13,8 @@ from vllm.model_executor.layers.linear import RowParallelLinear
 
 from ..config import InPlaceTTTConfig
 from ..errors import InPlaceTTTError
-from ..layer.fast_linear import FastWeight, LayerSettings, target_generator
+from ..layer.fast_linear import FastWeight, LayerSettings
+from ..layer.target import target_generator
 from .blocks import SlotHandle
 from .engine_settings import ADVANCE
 from .slots import Slots
