@@ -11,7 +11,10 @@ from torch import Tensor
 
 from .support import INTERPRETED, on_device_of
 
-_TILE = (16, 32) if INTERPRETED else (16, 256)
+
+def tile(interpreted: bool = INTERPRETED) -> tuple[int, int]:
+    """Returns the number of outputs of a program, and of inputs per step."""
+    return (16, 32) if interpreted else (16, 256)
 
 
 @triton.jit(do_not_specialize=["scale"])
@@ -47,7 +50,7 @@ def add_indexed_reads(
     out [N, d], z [N, r], maps [B, d, r], factors [B, 1, 1] float32 or None; places and rows [n] int64.
     """
     assert out.stride(-1) == z.stride(-1) == 1 and maps[0].is_contiguous()
-    (d, r), (outputs, inputs) = maps.shape[1:], _TILE
+    (d, r), (outputs, inputs) = maps.shape[1:], tile()
     with on_device_of(z):
         indexed_reads_kernel[(triton.cdiv(d, outputs), len(places))](
             out, z, maps, places.contiguous(), rows.contiguous(), factors, scale, d, r,

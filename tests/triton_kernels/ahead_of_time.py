@@ -22,7 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from inplace_ttt.kernels import conv, factor, gram, walk
+from inplace_ttt.kernels import conv, factor, gram, indexed_reads, walk
 from inplace_ttt.kernels import products as grouped
 from inplace_ttt.kernels.halves import halves_kernel
 from inplace_ttt.kernels.schedule import FIELDS
@@ -302,11 +302,23 @@ def inverse_factors(arch: int, dtypes: Sequence[torch.dtype], _: bool) -> Iterat
     yield {"kernel": "halves", "arch": arch, **found}
 
 
+def indexed(arch: int, dtypes: Sequence[torch.dtype], _: bool) -> Iterator[dict[str, Any]]:
+    rows, columns = indexed_reads.tile(interpreted=False)
+    constants = {"HAS_FACTORS": False, "BD": rows, "BR": columns}
+    aligned = {"out", "z", "maps", "d", "r", "out_stride", "z_stride", "map_stride"}
+    for dtype in dtypes:
+        types = dict.fromkeys(("out", "z", "maps"), f"*{NAMES[dtype]}")
+        types |= {"places": "*i64", "rows": "*i64", "factors": "*fp32", "scale": "fp32"}
+        kernel = indexed_reads.indexed_reads_kernel
+        found = compiled(kernel, types, constants, aligned, arch, Tile(0, 0, 0))
+        yield {"kernel": "indexed_reads", "arch": arch, "dtype": NAMES[dtype], **found}
+
+
 if __name__ == "__main__":
     everything = "--all" in sys.argv
     dtypes = [torch.bfloat16, torch.float16, torch.float32] if everything else [torch.bfloat16]
     for arch, kind in itertools.product(
-        (80, 90), (convolutions, grams, inverse_factors, leads, products, walks)
+        (80, 90), (convolutions, grams, indexed, inverse_factors, leads, products, walks)
     ):
         if everything or arch == 90 or kind is walks:
             for row in kind(arch, dtypes, everything):

@@ -29,6 +29,7 @@ def test_for_hopper_and_ampere() -> None:
         "taps_gradient",
         "leaf",
         "halves",
+        "indexed_reads",
     }
     assert {row["kernel"] for row in rows} == kernels
     for row in rows:
