@@ -58,7 +58,7 @@ def _served(args: argparse.Namespace) -> Result:
     from ..serving.benchmark import Load, compare
 
     say_now()
-    load = Load(args.requests, args.prompt_tokens, args.new_tokens, args.dtype, args.repeats)
+    load = Load(tuple(args.requests), args.prompt_tokens, args.new_tokens, args.dtype, args.repeats)
     return {"serving": str(args.serving), "base": str(base), **compare(str(args.serving), str(base), load)}, 0
 
 
@@ -81,28 +81,35 @@ def render(result: dict[str, Any]) -> str:
 
 
 def _render_served(result: dict[str, Any]) -> str:
-    load, rates, waits = result["load"], result["tokens_per_second"], result["seconds_a_request"]
+    load = result["load"]
     lines = [
-        f"{load['requests']} concurrent requests, prompts of {load['prompt'] // 16} to {load['prompt']} "
-        f"tokens, {load['new']} new each, "
-        f"{load['dtype']}, {load['rounds']} rounds",
-        f"{'':24}{'tokens per second':>24}{'seconds per request':>24}",
+        f"Prompts of {load['prompt'] // 16} to {load['prompt']} tokens, {load['new']} new tokens each, "
+        f"{load['dtype']}, {load['rounds']} rounds.",
     ]
-    for kind, name in (
-        ("base", "vLLM, the base"),
-        ("converted", "vLLM, converted"),
-        ("generate", "generate, one by one"),
-    ):
-        lines.append(f"{name:24}{_spread(rates[kind]):>24}{_spread(waits[kind]):>24}")
-    lines.append(
-        f"converted over the base: {_spread(result['of_base'])}; over generate: "
-        f"{_spread(result['of_generate'])}"
-    )
+    for found in result["by_requests"]:
+        lines += [
+            "",
+            f"{found['requests']} concurrent requests",
+            f"{'':24}{'tokens per s':>22}{'s to first token':>22}{'s per further token':>24}",
+        ]
+        for kind, name in _CONTENDERS.items():
+            line = f"{name:24}{_spread(found['tokens_per_second'][kind]):>22}"
+            if kind in found["seconds_per_token"]:
+                first, further = found["seconds_to_first_token"][kind], found["seconds_per_token"][kind]
+                line += f"{_spread(first, 3):>22}{_spread(further, 4):>24}"
+            lines.append(line)
+        lines.append(
+            f"converted over the base: {_spread(found['of_base'])}; over generate: "
+            f"{_spread(found['of_generate'])}"
+        )
     return "\n".join(lines)
 
 
-def _spread(value: dict[str, float]) -> str:
-    return f"{value['median']:.2f} ({value['min']:.2f}-{value['max']:.2f})"
+_CONTENDERS = {"base": "vLLM, the base", "converted": "vLLM, converted", "generate": "generate, one by one"}
+
+
+def _spread(value: dict[str, float], digits: int = 2) -> str:
+    return f"{value['median']:.{digits}f} ({value['min']:.{digits}f}-{value['max']:.{digits}f})"
 
 
 def _render_op(result: dict[str, Any]) -> str:

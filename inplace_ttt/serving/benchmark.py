@@ -1,4 +1,4 @@
-"""Throughput of many requests at once.
+"""Throughput and waiting times of concurrent requests.
 
 A converted model in vLLM is compared with its base in vLLM, and with `generate`, which answers one request
 after the other.
@@ -29,31 +29,38 @@ It answers one request at a time, so the requests that wait do not change its ti
 """
 
 
+Measured = dict[str, float]
+"""What one contender took in one turn."""
+
+Turn = tuple[int, int]
+"""The number of a round, and the number of its requests."""
+
+
 @dataclass(frozen=True)
 class Load:
     """The requests of a benchmark.
 
     Attributes:
-        requests: the number of requests at once.
+        requests: the numbers of requests at once, each measured.
         prompt: tokens in the longest prompt; the shortest has a sixteenth of them.
         new: tokens that each request generates.
         dtype: the dtype of all models.
         rounds: the number of measured rounds, after one to warm up.
     """
 
-    requests: int
+    requests: tuple[int, ...]
     prompt: int
     new: int
     dtype: str
     rounds: int
 
-    def prompts(self, number: int, vocabulary: int) -> list[list[int]]:
-        """Returns the prompts of a round, as token ids.
+    def prompts(self, turn: Turn, vocabulary: int) -> list[list[int]]:
+        """Returns the prompts of a turn, as token ids.
 
         All are drawn anew, so that no prefix repeats. Their lengths are evenly spaced on a logarithmic scale.
         """
-        drawn = random.Random(number)
-        lengths = [round(self.prompt * 16 ** -(i / max(self.requests - 1, 1))) for i in range(self.requests)]
+        drawn, (_, requests) = random.Random(str(turn)), turn
+        lengths = [round(self.prompt * 16 ** -(i / max(requests - 1, 1))) for i in range(requests)]
         return [[drawn.randrange(3, vocabulary) for _ in range(max(length, 1))] for length in lengths]
 
 
@@ -66,35 +73,44 @@ def compare(converted: str, base: str, load: Load) -> dict[str, Any]:
         load: the requests.
 
     Returns:
-        Tokens per second and seconds per request of each contender, and the ratios of the converted model's
-        tokens per second to those of the other two. Each has median, minimum and maximum over rounds. Ratios
-        are computed within rounds.
+        For each number of requests: each contender's tokens per second, seconds per request, seconds to the
+        first token and seconds per further token, and the ratios of the converted model's tokens per second
+        to those of the other two. Each has median, minimum and maximum over rounds. Ratios are computed
+        within rounds. `generate` has no time to the first token.
 
     Raises:
         InPlaceTTTError: if a contender's process ended.
     """
     kinds = {"base": (_vllm, base), "converted": (_vllm, converted), "generate": (_generate, converted)}
-    seen: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
+    turns = [(number, requests) for number in range(load.rounds + 1) for requests in load.requests]
+    seen: dict[int, list[dict[str, Measured]]] = {requests: [] for requests in load.requests}
     with _contenders(kinds, load) as ask:
-        for number in tqdm(
-            range(load.rounds + 1), desc="rounds, one to warm up", file=sys.stderr, disable=None
-        ):
-            for kind in kinds:
-                found = ask(kind, number)
-                if number:
-                    seen[kind].append(found)
-    rates = {kind: [found["tokens_per_second"] for found in rounds] for kind, rounds in seen.items()}
-    waits = {kind: [found["seconds"] for found in rounds] for kind, rounds in seen.items()}
+        for turn in tqdm(turns, desc="turns, the first to warm up", file=sys.stderr, disable=None):
+            found = {kind: ask(kind, turn) for kind in kinds}
+            if turn[0]:
+                seen[turn[1]].append(found)
     return {
         "load": vars(load),
-        "tokens_per_second": {kind: _spread(values) for kind, values in rates.items()},
-        "seconds_a_request": {kind: _spread(values) for kind, values in waits.items()},
-        "of_base": _spread(
-            [mine / others for mine, others in zip(rates["converted"], rates["base"], strict=True)]
-        ),
-        "of_generate": _spread(
-            [mine / others for mine, others in zip(rates["converted"], rates["generate"], strict=True)]
-        ),
+        "by_requests": [_summary(requests, rounds) for requests, rounds in seen.items()],
+    }
+
+
+def _summary(requests: int, rounds: list[dict[str, Measured]]) -> dict[str, Any]:
+    """Returns the medians and ranges of the rounds of one number of requests."""
+    figures = {
+        name: {
+            kind: _spread([found[kind][name] for found in rounds])
+            for kind, known in rounds[0].items()
+            if name in known
+        }
+        for name in rounds[0]["base"]
+    }
+    rates = [{kind: known["tokens_per_second"] for kind, known in found.items()} for found in rounds]
+    return {
+        "requests": requests,
+        **figures,
+        "of_base": _spread([rate["converted"] / rate["base"] for rate in rates]),
+        "of_generate": _spread([rate["converted"] / rate["generate"] for rate in rates]),
     }
 
 
@@ -105,7 +121,7 @@ def _spread(values: list[float]) -> dict[str, float]:
 @contextmanager
 def _contenders(
     kinds: dict[str, tuple[Callable[..., None], str]], load: Load
-) -> Iterator[Callable[[str, int], dict[str, float]]]:
+) -> Iterator[Callable[[str, Turn], Measured]]:
     """Starts each contender in its own process, and yields a function that asks one for a round."""
     context, pipes, processes = get_context("spawn"), {}, []
     try:
@@ -116,9 +132,9 @@ def _contenders(
             far.close()
             _receive(pipes[kind], kind)
 
-        def ask(kind: str, number: int) -> dict[str, float]:
+        def ask(kind: str, turn: Turn) -> Measured:
             with suppress(OSError):  # its process has ended, which `_receive` reports
-                pipes[kind].send(number)
+                pipes[kind].send(turn)
             return _receive(pipes[kind], kind)
 
         yield ask
@@ -130,7 +146,7 @@ def _contenders(
             process.kill()
 
 
-def _receive(pipe: Connection, kind: str) -> dict[str, float]:
+def _receive(pipe: Connection, kind: str) -> Measured:
     try:
         found = pipe.recv()
     except (EOFError, OSError):
@@ -139,8 +155,8 @@ def _receive(pipe: Connection, kind: str) -> dict[str, float]:
     return found
 
 
-def _rounds(pipe: Connection) -> Iterator[int]:
-    """Yields the numbers of the rounds that are asked for, until the other end of the pipe closes."""
+def _turns(pipe: Connection) -> Iterator[Turn]:
+    """Yields the turns that are asked for, until the other end of the pipe closes."""
     pipe.send({})
     while True:
         try:
@@ -154,28 +170,37 @@ def _vllm(pipe: Connection, path: str, load: Load) -> None:
     from vllm import EngineArgs, SamplingParams
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    length = load.prompt + load.new
     settings = EngineArgs(
         path,
         dtype=load.dtype,
-        max_model_len=length,
-        max_num_seqs=load.requests,
+        max_model_len=load.prompt + load.new,
+        max_num_seqs=max(load.requests),
         skip_tokenizer_init=True,
         enable_prefix_caching=False,
     )
     engine = LLMEngine.from_engine_args(settings)
     params = SamplingParams(temperature=0, max_tokens=load.new, ignore_eos=True, detokenize=False)
     vocabulary = engine.model_config.get_vocab_size()
-    for number in _rounds(pipe):
-        prompts = load.prompts(number, vocabulary)
+    for turn in _turns(pipe):
+        prompts = load.prompts(turn, vocabulary)
         began = time.perf_counter()
         for index, prompt in enumerate(prompts):
-            engine.add_request(f"{number}-{index}", {"prompt_token_ids": prompt}, params)
-        ends = []
+            engine.add_request(f"{turn}-{index}", {"prompt_token_ids": prompt}, params)
+        firsts, ends = dict[str, float](), list[float]()
         while engine.has_unfinished_requests():
-            ends += [time.perf_counter() - began for output in engine.step() if output.finished]
+            for output in engine.step():
+                now = time.perf_counter() - began
+                firsts.setdefault(output.request_id, now)
+                if output.finished:
+                    ends.append(now)
+        waited = statistics.median(ends), statistics.median(firsts.values())
         pipe.send(
-            {"tokens_per_second": len(prompts) * load.new / ends[-1], "seconds": statistics.median(ends)}
+            {
+                "tokens_per_second": len(prompts) * load.new / ends[-1],
+                "seconds_per_request": waited[0],
+                "seconds_to_first_token": waited[1],
+                "seconds_per_token": (waited[0] - waited[1]) / max(load.new - 1, 1),
+            }
         )
 
 
@@ -186,8 +211,8 @@ def _generate(pipe: Connection, path: str, load: Load) -> None:
 
     model = load_converted(path, dtype=getattr(torch, load.dtype))
     settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    for number in _rounds(pipe):
-        prompts = load.prompts(number, model.config.get_text_config().vocab_size)
+    for turn in _turns(pipe):
+        prompts = load.prompts(turn, model.config.get_text_config().vocab_size)
         took = []
         for prompt in prompts[:: max(len(prompts) // _ALONE, 1)][:_ALONE]:
             ids, began = torch.tensor([prompt]), time.perf_counter()
@@ -199,4 +224,5 @@ def _generate(pipe: Connection, path: str, load: Load) -> None:
                 **settings,
             )
             took.append(time.perf_counter() - began)
-        pipe.send({"tokens_per_second": len(took) * load.new / sum(took), "seconds": statistics.median(took)})
+        waited = statistics.median(took)
+        pipe.send({"tokens_per_second": len(took) * load.new / sum(took), "seconds_per_request": waited})

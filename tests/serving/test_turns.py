@@ -246,11 +246,11 @@ def ends_at_once(pipe: Any, path: str, load: Any) -> None:
 def test_a_contender_that_has_ended_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     fork = multiprocessing.get_context("fork")  # which imports nothing again
     monkeypatch.setattr(benchmark, "get_context", lambda method: fork)
-    load = benchmark.Load(requests=1, prompt=1, new=1, dtype="float32", rounds=1)
+    load = benchmark.Load(requests=(1,), prompt=1, new=1, dtype="float32", rounds=1)
     with benchmark._contenders({"base": (ends_at_once, "")}, load) as ask:
         multiprocessing.active_children()[0].join(30)
         with pytest.raises(InPlaceTTTError, match="the process of base has ended"):
-            ask("base", 1)
+            ask("base", (1, 1))
 
 
 def test_what_ends_vllm_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,12 @@ from ..arguments import MOST_TOKENS, device, path, whole
 EXAMPLES = """examples:
   inplace-ttt bench
   inplace-ttt bench --d 2560 --h 9728 --tokens 32768 --chunk-size 1024 --device cuda --dtype bfloat16
-  inplace-ttt bench --serving ./smollm2-ttt --base ./smollm2-135m --requests 16"""
+  inplace-ttt bench --serving ./smollm2-ttt --base ./smollm2-135m
+  inplace-ttt bench --serving ./smollm2-ttt --requests 16 --prompt-tokens 256"""
 
 _OP = {"d": 1024, "h": 3072, "tokens": 8192, "chunk_size": 256, "device": "cpu"}
 
-_SERVING = {"base": None, "requests": 16, "prompt_tokens": 1024, "new_tokens": 64}
+_SERVING = {"base": None, "requests": (1, 8, 32), "prompt_tokens": 1024, "new_tokens": 64}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +39,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     serving.add_argument(
         "--base", type=path, metavar="PATH", help="the base (default: the one that the checkpoint names)"
     )
-    _number(serving, "--requests", 4096, "concurrent requests", _SERVING)
+    serving.add_argument(
+        "--requests",
+        type=whole(1, 4096),
+        nargs="+",
+        metavar="N",
+        help="numbers of concurrent requests, each measured (default: 1 8 32)",
+    )
     _number(
         serving,
         "--prompt-tokens",
