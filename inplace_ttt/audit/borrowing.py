@@ -72,6 +72,7 @@ def _restored(layer: FastWeight) -> Iterator[None]:
     data = [(p, p.data) for _, p in readable_parameters(layer)]
     with (
         overriding(layer.modules(), training=False),
+        overriding([layer.ttt], gain=layer.ttt.gain),
         overriding([layer.fast], observer=None, config=layer.fast.config),
         sharing([layer.hooks.model], None),
         switching([layer.hooks.model], enabled=True),

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from ..errors import InPlaceTTTError
 from ..families import CACHE, Decoder, features
-from ..layer.cache import attach, streams
+from ..layer.cache import streams
 from ..layer.fast_linear import plain_class
 from ..layer.overrides import with_config
 from ..layer.quantized import readable_parameters
@@ -259,20 +258,3 @@ class ConvertedStream:
     def state(self) -> Tensor | None:
         """The state [1, ·, h], or None before the first write."""
         return None if self._stream is None else self._stream.state
-
-    def take_back(self, tokens: int) -> None:
-        try:
-            if self._stream is not None:
-                self._stream.crop(tokens)
-        except InPlaceTTTError as refusal:
-            raise NotChecked(f"the stream refuses to take tokens back: {refusal}") from refusal
-
-    def saved(self) -> ConvertedStream:
-        """Returns a stream restored from the tensors that a session file would hold. It writes no file."""
-        other, config = ConvertedStream(self.module), self.module.layer.fast.config
-        if self._stream is not None:
-            tensors = {name: tensor.clone() for name, tensor in self._stream.tensors().items()}
-            attach(
-                other.cache, self.module.index, FastWeightStream.restore(tensors, config, self.module.dtype)
-            )
-        return other

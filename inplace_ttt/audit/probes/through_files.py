@@ -1,4 +1,4 @@
-"""Probe of files. Checkpoints, adapters, the reference format and sessions must restore their contents.
+"""Probe of files. Checkpoints, adapters and the reference format must restore their contents.
 
 A small model with the same settings is used.
 """
@@ -18,9 +18,7 @@ from ...checkpoint.reading import Checkpoint
 from ...checkpoint.reference_format import read_reference_format, write_reference_format
 from ...checkpoint.to_adapter import save_adapter
 from ...errors import InPlaceTTTError
-from ...families import CACHE
 from ...session.plain_model import plain_copy
-from ...session.session import Session
 from ...surgery import config_of, fast_weights
 from ..borrowing import small_chunks
 from ..outcome import Outcome, judged
@@ -60,11 +58,6 @@ def through_a_file(whole: WholeModel, expected: Any) -> Outcome:
             changed = file(model, probed, Path(folder))
             numbers[f"{name}: changed"] = changed
             wrong += [f"{name} does not give back {what}" for what in changed]
-        try:
-            off = numbers["logits through a session"] = _session(model, probed, Path(folder))
-            wrong += [f"a session comes back {off:.2g} away"] * (not off < _OFF)
-        except InPlaceTTTError as refusal:
-            wrong.append(f"a session that was saved does not load: {refusal}")
     etas = tuple(factor * (whole.config.eta_of(0) or 1.0) for factor in (1.0, 0.5, 2.0))
     several = dataclasses.replace(whole.config, layers=(0, 1, 2), eta=etas)
     with (
@@ -78,7 +71,7 @@ def through_a_file(whole: WholeModel, expected: Any) -> Outcome:
             wrong += [f"{name} with an η per layer does not give back {what}" for what in changed]
     return judged(
         not wrong,
-        wrong[0] if wrong else "checkpoint, adapter and session restore every saved tensor and output",
+        wrong[0] if wrong else "checkpoint and adapter restore every saved tensor and output",
         numbers,
         _OFF,
     )
@@ -142,18 +135,3 @@ def _unlike(loaded: Any, model: Any, probed: Probed) -> list[str]:
     ):
         changed.append("its logits")
     return changed
-
-
-def _session(model: Any, probed: Probed, folder: Path) -> float:
-    """Saves a session of two rows in the middle of a chunk and loads it.
-
-    Returns:
-        The largest difference of the logits that follow, from those of an uninterrupted session.
-    """
-    known, later = probed.ids(2, 5 * probed.chunk).split([2 * probed.chunk + 5, 3 * probed.chunk - 5], 1)
-    state = Session(model)
-    state.read(known)
-    state.save(folder / "session")
-    again = Session.load(folder / "session", model)
-    unbroken, loaded = (model(later, **{CACHE: s.cache}, use_cache=True).logits for s in (state, again))
-    return largest_difference(loaded, unbroken)
