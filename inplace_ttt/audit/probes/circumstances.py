@@ -20,7 +20,7 @@ from ...errors import one_line
 from ..blame import is_the_probes
 from ..item import Probe
 from ..limits import LIMITS, limits, room
-from ..outcome import TOLERANCE, NotChecked, Outcome, judged
+from ..outcome import NotChecked, Outcome, judged, within
 from ..prepared import Prepared, Scene
 from ..probed import Probed, prepared, yardstick
 from ..prompts import prompt_deviations
@@ -217,12 +217,8 @@ def layer_in_training(bench: Bench, expected: Any) -> Outcome:
     right = bench.response(x, target)
     with bench.mode(True):
         off = error(bench.response(x, target), right)
-    found = (
-        "training computes the same as evaluation"
-        if off < TOLERANCE
-        else f"training reads something {off:.0%} off"
-    )
-    return judged(off < TOLERANCE, found, {"training against evaluation": off}, TOLERANCE)
+    good, bad = "training computes the same as evaluation", "training reads something {off:.0%} off"
+    return within({"training against evaluation": off}, good, bad)
 
 
 def layer_over_many_chunks(bench: Bench, expected: Any) -> Outcome:
@@ -233,13 +229,12 @@ def layer_over_many_chunks(bench: Bench, expected: Any) -> Outcome:
     x = bench.tiled(16 * bench.chunk)
     effect = bench.response(x, bench.middle(len(x), 0)).split(bench.chunk)
     reads = [bench.share(part) / bench.diluted(number) for number, part in enumerate(effect) if number]
-    off = max(abs(read - 1) for read in reads)
-    found = (
-        "a write is read by fifteen chunks alike"
-        if off < TOLERANCE
-        else f"one of fifteen chunks reads {off:.0%} more or less"
+    return within(
+        {"largest difference from the second chunk's read": max(abs(read - 1) for read in reads)},
+        "a write is read by fifteen chunks alike",
+        "one of fifteen chunks reads {off:.0%} more or less",
+        more={"read of the first chunk's write, by chunk": reads},
     )
-    return judged(off < TOLERANCE, found, {"read of the first chunk's write, by chunk": reads}, TOLERANCE)
 
 
 def lawful_layers(whole: WholeModel) -> list[int]:

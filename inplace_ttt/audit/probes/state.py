@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..outcome import TOLERANCE, NotChecked, Outcome, judged
+from ..outcome import TOLERANCE, NotChecked, Outcome, judged, within
 from .bench import Bench, error
 
 _WRITES, _SOLVES = 64, 16
@@ -132,19 +132,17 @@ def _state_dtype(bench: Bench) -> str | None:
 
 def state_place(bench: Bench, expected: Any) -> Outcome:
     """Compares W0 and every buffer before and after reading three chunks."""
-    changed = [name for name in _changed(bench) if bench.module.is_fast(name)]
-    found = (
-        "the state is in no parameter and no buffer"
-        if not changed
-        else f"reading changes {', '.join(changed)}"
-    )
-    return judged(not changed, found, {"changed": changed}, 0)
+    return _unchanged(bench, True, "the state is in no parameter and no buffer")
 
 
 def slow_weights(bench: Bench, expected: Any) -> Outcome:
     """Compares every parameter except W0 before and after reading three chunks."""
-    changed = [name for name in _changed(bench) if not bench.module.is_fast(name)]
-    found = "reading changes no slow weight" if not changed else f"reading changes {', '.join(changed)}"
+    return _unchanged(bench, False, "reading changes no slow weight")
+
+
+def _unchanged(bench: Bench, fast: bool, good: str) -> Outcome:
+    changed = [name for name in _changed(bench) if bench.module.is_fast(name) == fast]
+    found = f"reading changes {', '.join(changed)}" if changed else good
     return judged(not changed, found, {"changed": changed}, 0)
 
 
@@ -177,18 +175,8 @@ def gradient(bench: Bench, expected: Any) -> Outcome:
     """
     errors = _gradient_errors(bench)
     del errors["targets"]
-    worst = max(errors, key=lambda name: errors[name])
-    found = (
-        "the gradient is that of the whole scan"
-        if errors[worst] < _GRADIENT
-        else (f"the gradient by {worst} misses {errors[worst]:.0%} of the outputs' change")
-    )
-    return judged(
-        errors[worst] < _GRADIENT,
-        found,
-        {f"error of the derivative by {name}": e for name, e in errors.items()},
-        _GRADIENT,
-    )
+    bad = "the gradient by {name} misses {off:.0%} of the outputs' change"
+    return within(errors, "the gradient is that of the whole scan", bad, _GRADIENT)
 
 
 def target_gradient(bench: Bench, expected: Any) -> Outcome:
@@ -197,22 +185,15 @@ def target_gradient(bench: Bench, expected: Any) -> Outcome:
     The paper does not mention this gradient, so either result is a choice.
     """
     errors = _gradient_errors(bench)
-    error = errors.pop("targets")
-    flows, meant = error < _GRADIENT, bench.module.detaches_target
-    found = (
-        "the gradient flows through the target into its source"
-        if flows
-        else "the target is detached from its source"
-    )
+    numbers = {"error of the derivative by targets": errors.pop("targets")}
+    flows, meant = max(numbers.values()) < _GRADIENT, bench.module.detaches_target
+    found = "the target is detached from its source"
+    if flows:
+        found = "the gradient flows through the target into its source"
     # If other gradients are wrong too, `gradient` reports them.
     if meant is not None and flows == meant and max(errors.values()) < _GRADIENT:
-        return judged(
-            False,
-            f"{found}, which contradicts its settings",
-            {"error of the derivative by targets": error},
-            _GRADIENT,
-        )
-    return Outcome("unspecified", found, {"error of the derivative by targets": error}, _GRADIENT)
+        return judged(False, f"{found}, which contradicts its settings", numbers, _GRADIENT)
+    return Outcome("unspecified", found, numbers, _GRADIENT)
 
 
 def _gradient_errors(bench: Bench) -> dict[str, float]:
