@@ -73,7 +73,9 @@ class Probed(Prepared):
         return self._rule_of(self.layers[index], index, self.config)
 
     def _rule_of(self, layer: FastWeight, index: int, config: InPlaceTTTConfig) -> DeclaredRule:
-        return DeclaredRule.of(layer, config, config.eta_of(sorted(self.layers).index(index)), self.training)
+        # the list itself is read, because `eta_of` belongs to the code under audit
+        eta = config.eta[sorted(self.layers).index(index)] if isinstance(config.eta, tuple) else config.eta
+        return DeclaredRule.of(layer, config, eta, self.training)
 
     def errors(self, record: Recording, documents: Documents) -> dict[int, float]:
         """Returns by layer the error of its outputs against the declared rule.

@@ -32,10 +32,10 @@ def probe_of(item: Item) -> Probe:
     if item.id in SHARED:
         assert item.on_model is not None
         return item.on_model
-    return item.by_settings or _not_checked
+    return item.by_settings or not_checked
 
 
-def _not_checked(whole: WholeModel, expected: Any) -> Outcome:
+def not_checked(whole: WholeModel, expected: Any) -> Outcome:
     raise NotChecked(whole.undrivable)
 
 

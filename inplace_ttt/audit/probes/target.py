@@ -128,14 +128,9 @@ def conv_before_projection(bench: Bench, expected: Any) -> Outcome:
     The result then depends on the order of the two maps, and not on a transposition.
     """
     d = bench.module.d
-    p = bench.random(d, d)
+    p, mixed = bench.random(d, d), bench.random(d)
     p = p + p.T
-    taps = torch.zeros(d, bench.kernel, dtype=torch.float64)
-    taps[:, bench.kernel // 2] = bench.random(d)
-    row = bench.scale * bench.units(1)[0]
-    with bench.generator_of(taps, p):
-        found = bench.constant(row, bench.chunk).mean(0)
-    mixed = taps.sum(1)
+    found, row = _of_constant(bench, mixed, p)
     first, last = _cosine(found, (mixed * row) @ p), _cosine(found, mixed * (row @ p))
     text = "convolution first, then P" if first >= last else "P first, then the convolution"
     return judged(first >= last, text, {"cosine, conv then P": first, "cosine, P then conv": last}, TOLERANCE)
@@ -146,22 +141,24 @@ def projection_untransposed(bench: Bench, expected: Any) -> Outcome:
     if bench.module.proj is None:
         return judged(False, "P is missing: the target is the convolution's output", {}, TOLERANCE)
     p = bench.random(bench.module.d, bench.module.d)
-    row = bench.scale * bench.units(1)[0]
-    taps = torch.zeros(bench.module.d, bench.kernel)
-    taps[:, bench.kernel // 2] = 1
-    with bench.generator_of(taps, p):
-        found = bench.constant(row, bench.chunk).mean(0)
+    found, row = _of_constant(bench, torch.ones(bench.module.d), p)
     straight, transposed = _cosine(found, row @ p), _cosine(found, row @ p.T)
     if max(straight, transposed) < 0.9:
         raise NotChecked(f"the target is neither X P nor X Pᵀ (cosines {straight:.3g}, {transposed:.3g})")
-    text = (
-        "P from the right, as stored"
-        if straight >= transposed
-        else "P is applied transposed, as an ordinary linear layer would"
-    )
-    return judged(
-        straight >= transposed, text, {"cosine with X P": straight, "cosine with X Pᵀ": transposed}, TOLERANCE
-    )
+    text = "P is applied transposed, as an ordinary linear layer would"
+    if straight >= transposed:
+        text = "P from the right, as stored"
+    numbers = {"cosine with X P": straight, "cosine with X Pᵀ": transposed}
+    return judged(straight >= transposed, text, numbers, TOLERANCE)
+
+
+def _of_constant(bench: Bench, middle: Tensor, proj: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns η V [d] of a constant source, and the source [d], with these taps in the middle and this P."""
+    taps = torch.zeros(bench.module.d, bench.kernel, dtype=torch.float64)
+    taps[:, bench.kernel // 2] = middle
+    row = bench.scale * bench.units(1)[0]
+    with bench.generator_of(taps, proj):
+        return bench.constant(row, bench.chunk).mean(0), row
 
 
 def _taps(bench: Bench) -> Tensor:
