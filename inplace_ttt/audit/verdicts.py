@@ -67,8 +67,8 @@ class Auditor:
         except Exception as error:
             if is_the_probes(error):
                 # a failure of the probe itself shows nothing about the module
-                reason = f"{type(error).__name__}: {one_line(error, kind=False)}; report it"
-                outcome = Outcome("not checked", f"the audit's own probe fails with {reason}")
+                failure = f"{type(error).__name__}: {one_line(error, kind=False)}; report it"
+                outcome = Outcome("not checked", f"the audit's own probe fails with {failure}")
             else:
                 raise InPlaceTTTError(
                     f"{self.name} raises {type(error).__name__} while the audit measures {item.id!r}: "

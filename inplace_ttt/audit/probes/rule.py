@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
 
+from ...layer.overrides import overriding
 from ..outcome import TOLERANCE, NotChecked, Outcome, judged, within
 from .bench import CHUNKS, Bench, error, measured_chunk
 
@@ -18,9 +20,8 @@ def writes(bench: Bench, expected: Any) -> Outcome:
     x, target = bench.tiled(2 * bench.chunk), bench.middle(2 * bench.chunk, 0)
     outputs = torch.linalg.vector_norm(bench.run(x, bench.zeros(len(x)))[bench.chunk :])
     size = float(torch.linalg.vector_norm(bench.response(x, target)[bench.chunk :]) / outputs)
-    found = (
-        "a chunk's write is read by the next chunk" if size > 0 else "no write is ever read: TTT does nothing"
-    )
+    found = "a chunk's write is read by the next chunk"
+    found = found if size > 0 else "no write is ever read: TTT does nothing"
     return judged(size > 0, found, {"change of the next chunk's outputs, by strong targets": size})
 
 
@@ -135,11 +136,8 @@ def sign(bench: Bench, expected: Any) -> Outcome:
     row = bench.scale * bench.units(1)[0]
     target = torch.cat([row.expand(bench.chunk, -1), bench.zeros(bench.chunk)])
     value = float((bench.response(bench.same(len(target)), target)[bench.chunk :] @ row).mean() / (row @ row))
-    found = (
-        "outputs move towards the target"
-        if value > 0
-        else "outputs move away from the target: the sign is wrong"
-    )
+    found = "outputs move towards the target"
+    found = found if value > 0 else "outputs move away from the target: the sign is wrong"
     return judged(value > 0, found, {"⟨write, target⟩ / ‖target‖²": value})
 
 
@@ -155,31 +153,20 @@ def loss_sum(bench: Bench, expected: Any) -> Outcome:
     if eta:
         ratios.append(size / eta)
         numbers["over η"] = size / eta
-    try:
-        with bench.module.resized(bench.chunk * 2) as longer:
-            bank = bench.bank
-            if len(bank) >= longer.chunk_size:
-                other = Bench(longer, 0)
-                other.bank, other.scale = bank, bench.scale
-                ratios.append(abs(other.kappa()) / size)
-                numbers["in chunks twice as long, over this"] = ratios[-1]
-    except NotChecked:
-        pass
+    with suppress(NotChecked), bench.module.resized(bench.chunk * 2) as longer:
+        if len(bench.bank) >= longer.chunk_size:
+            other = Bench(longer, 0)
+            other.bank, other.scale = bench.bank, bench.scale
+            ratios.append(abs(other.kappa()) / size)
+            numbers["in chunks twice as long, over this"] = ratios[-1]
     if not ratios:
         raise NotChecked("neither η nor another chunk size is known, so a mean looks the same as a sum")
-    holds = all(abs(ratio - 1) < TOLERANCE for ratio in ratios)
-    found = (
-        "each token writes η VᵀZ, whatever the chunk's length"
-        if holds
-        else (
-            f"each token writes {numbers.get('over η', float('nan')):.4g} of η"
-            if eta
-            else "a token writes less in a longer chunk"
-        )
-    )
-    if not holds and eta and abs(size / eta * bench.chunk - 1) < 0.05:
+    if all(abs(ratio - 1) < TOLERANCE for ratio in ratios):
+        return judged(True, "each token writes η VᵀZ, whatever the chunk's length", numbers, TOLERANCE)
+    found = f"each token writes {ratios[0]:.4g} of η" if eta else "a token writes less in a longer chunk"
+    if eta and abs(size / eta * bench.chunk - 1) < 0.05:
         found += f": a mean over the chunk of {bench.chunk}"
-    return judged(holds, found, numbers, TOLERANCE)
+    return judged(False, found, numbers, TOLERANCE)
 
 
 def no_normalization(bench: Bench, expected: Any) -> Outcome:
@@ -194,12 +181,8 @@ def no_normalization(bench: Bench, expected: Any) -> Outcome:
     targets = _degree(bench.response(x, target / 2)[bench.chunk :], bench.unit)
     row = bench.scale * bench.units(1)[0]
     first = bench.constant(row, bench.chunk)
-    bank = bench.bank
-    try:
-        bench.bank = 1.5 * bank
+    with overriding([bench], bank=1.5 * bench.bank):
         second = bench.constant(row, bench.chunk)
-    finally:
-        bench.bank = bank
     keys = float((first * second).sum() / (first * first).sum())
     bad = {
         "power of the targets, less 1": f"a write grows with power {targets:.3g} of its targets",
@@ -262,11 +245,8 @@ def chunk_size(bench: Bench, expected: Any) -> Outcome:
 
 def _instead(bench: Bench, what: str) -> Outcome:
     """Returns "extension" for a rule other than the paper's. The item `least-squares` checks that rule."""
-    return Outcome(
-        "extension",
-        f"{what} (λ = {bench.module.ridge:g}); `least-squares` measures it",
-        {"λ": bench.module.ridge},
-    )
+    found = f"{what} (λ = {bench.module.ridge:g}); `least-squares` measures it"
+    return Outcome("extension", found, {"λ": bench.module.ridge})
 
 
 def own_write(bench: Bench) -> float:
