@@ -74,9 +74,7 @@ class AuditedModule(LayerTensors):
     ridge: float | None = None
     whitening: str | None = None
     writes_generated: bool | None = None
-    """True if tokens that are read one at a time are meant to write; None if unknown."""
     detaches_target: bool | None = None
-    """True if the target is meant to pass no gradient to its source; None if unknown."""
 
     @abstractmethod
     def forward(

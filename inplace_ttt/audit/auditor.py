@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config import InPlaceTTTConfig
 from ..errors import InPlaceTTTError, one_line
 from ..families import features
 from ..layer.overrides import seeded
@@ -71,13 +70,8 @@ def audit_module(
     bench = _bench(module, seed)
     for item in METHOD:
         auditor.decide(item, _on_layer(item), bench)
-    return auditor.report(
-        {
-            "module": module.name,
-            "fast weight": f"{module.d} x {module.h}",
-            "chunk": f"{module.chunk_size} tokens",
-        }
-    )
+    size, chunk = f"{module.d} x {module.h}", f"{module.chunk_size} tokens"
+    return auditor.report({"module": module.name, "fast weight": size, "chunk": chunk})
 
 
 def audit_model(
@@ -138,13 +132,8 @@ def _audit_model(
     refuse_unreachable(lm)
     for layer in fast_weights(lm).values():
         layer.ttt.check_measured()
-    auditor = Auditor(
-        lm.config.name_or_path or type(lm).__name__,
-        profile,
-        declared,
-        (*METHOD, *(item for item, _ in extra)),
-        progress,
-    )
+    name, items = lm.config.name_or_path or type(lm).__name__, (*METHOD, *(item for item, _ in extra))
+    auditor = Auditor(name, profile, declared, items, progress)
     first, layer = next(iter(fast_weights(lm).items()))
     on_layer = [item for item in METHOD if item.on_model is None]
     if config.target == "gradient":
@@ -152,7 +141,7 @@ def _audit_model(
             auditor.decide(item, loss_gradient.probe_of(item), whole)
     elif whole.undrivable:
         for item in on_layer:
-            auditor.decide(item, item.by_settings or _refusing(whole.undrivable), whole)
+            auditor.decide(item, item.by_settings or loss_gradient.not_checked, whole)
     else:
         with borrowed(model, first) as module:
             bench = _bench(module, seed)
@@ -165,17 +154,20 @@ def _audit_model(
         assert item.probe is not None
         auditor.decide(item, item.probe, measured)
     h, d = features(layer)
+    conv = f"{config.conv} convolution of {config.kernel_size}"
+    settings = [
+        f"chunks of {config.chunk_size} tokens, η {config.eta}, target {config.target}",
+        "the next token's source" if config.conv == "next" else conv,
+        "no clip" if config.clip is None else f"clip {config.clip.max_norm:g}",
+    ]
+    probed = f"layer {first} (float64, seed {seed})"
     return auditor.report(
         {
             "model": f"{type(lm).__name__}, {whole.depth} layers, {str(lm.dtype).removeprefix('torch.')}",
             "TTT layers": ", ".join(map(str, config.layers)),
             "fast weight": f"{d} x {h}",
-            "settings": f"chunks of {config.chunk_size} tokens, η {config.eta}, target {config.target}, "
-            f"{_convolution(config)}, "
-            f"{'no clip' if config.clip is None else f'clip {config.clip.max_norm:g}'}",
-            "closely probed": f"no layer: {whole.undrivable}"
-            if whole.undrivable
-            else f"layer {first} (float64, seed {seed}); the other TTT layers against it",
+            "settings": ", ".join(settings),
+            "closely probed": f"no layer: {whole.undrivable}" if whole.undrivable else probed,
         }
     )
 
@@ -207,21 +199,6 @@ def _bench(module: AuditedModule, seed: int) -> Bench:
             "T, d]."
         )
     return Bench(module, seed)
-
-
-def _convolution(config: InPlaceTTTConfig) -> str:
-    return (
-        "the next token's source"
-        if config.conv == "next"
-        else f"{config.conv} convolution of {config.kernel_size}"
-    )
-
-
-def _refusing(reason: str) -> Probe:
-    def probe(measured: Any, expected: Any) -> Outcome:
-        raise NotChecked(reason)
-
-    return probe
 
 
 def _on_layer(item: Item) -> Probe:

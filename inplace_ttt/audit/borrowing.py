@@ -33,37 +33,26 @@ def probe_chunk(kernel: int) -> int:
 
 
 @contextmanager
-def borrowed(
-    model: nn.Module, index: int, chunk_size: int | None = None, dtype: torch.dtype = torch.float64
-) -> Iterator[ConvertedLayer]:
-    """Yields the TTT layer `index` as an `AuditedModule`.
-
-    Args:
-        model: a converted model.
-        index: the number of the decoder layer.
-        chunk_size: tokens per chunk; None chooses a size for the layer's kernel.
-        dtype: dtype of the computation; a quantized layer keeps its own.
-    """
+def borrowed(model: nn.Module, index: int) -> Iterator[ConvertedLayer]:
+    """Yields the TTT layer `index` as an `AuditedModule` in float64; a quantized layer keeps its dtype."""
     lm = causal_lm(model)
     layer = fast_weights(lm)[index]
-    own = layer.fast.config.chunk_size
-    size = chunk_size or probe_chunk(layer.fast.config.kernel_size)
-    base = locate(lm).base
-    with ExitStack() as stack:
-        # in training mode the model would search for ranks that share a sequence
-        stack.enter_context(overriding([base], training=False))
-        plain = len(list(readable_parameters(layer))) == len(list(layer.parameters()))
-        stack.enter_context(_restored(layer))
-        stack.enter_context(with_config([layer], chunk_size=size))
+    own, decoder = layer.fast.config, locate(lm)
+    plain = len(list(readable_parameters(layer))) == len(list(layer.parameters()))
+    with (
+        overriding([decoder.base], training=False),  # in training mode it would search for ranks
+        _restored(layer),
+        with_config([layer], chunk_size=probe_chunk(own.kernel_size)),
+    ):
         if plain:
             for parameter in layer.parameters():
-                parameter.data = parameter.data.to(dtype, copy=True)
+                parameter.data = parameter.data.to(torch.float64, copy=True)
         else:
             for parameter in layer.ttt.parameters():
                 parameter.data = parameter.data.clone()
         if layer.ttt.gate is not None:
             layer.ttt.gate.data.zero_()
-        yield ConvertedLayer(lm, locate(lm), index, dtype if plain else lm.dtype, own)
+        yield ConvertedLayer(lm, decoder, index, torch.float64 if plain else lm.dtype, own.chunk_size)
 
 
 @contextmanager
@@ -72,6 +61,7 @@ def _restored(layer: FastWeight) -> Iterator[None]:
     data = [(p, p.data) for _, p in readable_parameters(layer)]
     with (
         overriding(layer.modules(), training=False),
+        overriding([layer.ttt], gain=layer.ttt.gain),
         overriding([layer.fast], observer=None, config=layer.fast.config),
         sharing([layer.hooks.model], None),
         switching([layer.hooks.model], enabled=True),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,9 +10,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from ..errors import InPlaceTTTError
 from ..families import CACHE, Decoder, features
-from ..layer.cache import attach, streams
+from ..layer.cache import streams
 from ..layer.fast_linear import plain_class
 from ..layer.overrides import with_config
 from ..layer.quantized import readable_parameters
@@ -133,10 +131,8 @@ class ConvertedLayer(AuditedModule):
     def fast_weight(self) -> Tensor:
         matrix = self.layer.matrix()
         if matrix is None:
-            raise NotChecked(
-                f"the weight is quantized or wrapped ({type(self.layer).__name__}) and cannot be read as "
-                "one matrix"
-            )
+            kind = type(self.layer).__name__
+            raise NotChecked(f"the weight is quantized or wrapped ({kind}) and cannot be read as one matrix")
         return matrix
 
     @property
@@ -185,9 +181,8 @@ class ConvertedLayer(AuditedModule):
         clip = self.layer.fast.config.clip
         if clip is None:
             return None
-        return clip.max_norm * (
-            float(torch.linalg.vector_norm(self.fast_weight.detach())) if clip.relative else 1.0
-        )
+        one = float(torch.linalg.vector_norm(self.fast_weight.detach())) if clip.relative else 1.0
+        return clip.max_norm * one
 
     def ranks(self, x: Tensor, target: Tensor, parts: int) -> Tensor:
         """Computes the steps of `ops.scan` in one process.
@@ -202,39 +197,24 @@ class ConvertedLayer(AuditedModule):
         layouts = [whole.part(rank, parts) for rank in range(parts)]
         pieces = list(zip(self.layer.keys(z).chunk(parts, 1), target.chunk(parts, 1), layouts, strict=True))
         values = [self.layer.ttt(source, layout) for _, source, layout in pieces]
-        sums = [
-            form_of(rule).sum_of_writes(
-                keys, v.to(keys.dtype), [layout.documents[0][-1]], layout=layout, **given
-            )
-            for (keys, _, layout), v in zip(pieces, values, strict=True)
-        ]
+        written, sums = form_of(rule).sum_of_writes, []
+        for (keys, _, layout), v in zip(pieces, values, strict=True):
+            last = [layout.documents[0][-1]]
+            sums.append(written(keys, v.to(keys.dtype), last, layout=layout, **given))
         # the first rank starts from zero
         known = torch.stack([torch.zeros_like(sums[0]), *sums]).to(state_dtype(z.dtype))
         outputs = []
         for rank, ((keys, _, layout), v) in enumerate(zip(pieces, values, strict=True)):
             start = torch.einsum("bq,qbdh->bdh", links[:, rank].to(known), known)
-            outputs.append(
-                op(
-                    keys,
-                    v.to(keys.dtype),
-                    None,
-                    eta=self.layer.eta,
-                    layout=layout,
-                    initial_state=start,
-                    **given,
-                )
-            )
+            how: dict[str, Any] = {"eta": self.layer.eta, "layout": layout, "initial_state": start}
+            outputs.append(op(keys, v.to(keys.dtype), None, **how, **given))
         plain: Any = plain_class(self.layer)
         return plain.forward(self.layer, z) + torch.cat(outputs, 1)
 
     @contextmanager
     def unclipped(self) -> Iterator[None]:
-        before = self.layer.fast.config
-        self.layer.fast.config = dataclasses.replace(before, clip=None)
-        try:
+        with with_config([self.layer], clip=None):
             yield
-        finally:
-            self.layer.fast.config = dataclasses.replace(self.layer.fast.config, clip=before.clip)
 
 
 class ConvertedStream:
@@ -259,20 +239,3 @@ class ConvertedStream:
     def state(self) -> Tensor | None:
         """The state [1, ·, h], or None before the first write."""
         return None if self._stream is None else self._stream.state
-
-    def take_back(self, tokens: int) -> None:
-        try:
-            if self._stream is not None:
-                self._stream.crop(tokens)
-        except InPlaceTTTError as refusal:
-            raise NotChecked(f"the stream refuses to take tokens back: {refusal}") from refusal
-
-    def saved(self) -> ConvertedStream:
-        """Returns a stream restored from the tensors that a session file would hold. It writes no file."""
-        other, config = ConvertedStream(self.module), self.module.layer.fast.config
-        if self._stream is not None:
-            tensors = {name: tensor.clone() for name, tensor in self._stream.tensors().items()}
-            attach(
-                other.cache, self.module.index, FastWeightStream.restore(tensors, config, self.module.dtype)
-            )
-        return other

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -51,3 +52,28 @@ def judged(
 ) -> Outcome:
     """Returns "conforms" or "deviates", for an item that the paper defines."""
     return Outcome("conforms" if holds else "deviates", found, numbers, tolerance, chart)
+
+
+def within(
+    errors: Mapping[str, float],
+    good: str,
+    bad: str | Mapping[str, str],
+    tolerance: float = TOLERANCE,
+    more: Mapping[str, Any] | None = None,
+    chart: dict[str, Any] | None = None,
+) -> Outcome:
+    """Judges errors by name; the largest one decides.
+
+    Args:
+        errors: the errors, which are the numbers of the outcome.
+        good: the finding if all are below the tolerance.
+        bad: the finding otherwise, or one for each error. It may have the fields `name` and `off`, the name
+            and the value of the largest error.
+        tolerance: the smallest error that deviates.
+        more: further numbers.
+        chart: data of a chart.
+    """
+    worst = max(errors, key=lambda name: float("inf") if errors[name] != errors[name] else errors[name])
+    holds, text = errors[worst] < tolerance, bad if isinstance(bad, str) else bad[worst]
+    found = good if holds else text.format(name=worst, off=errors[worst])
+    return judged(holds, found, {**errors, **(more or {})}, tolerance, chart)

@@ -1,75 +1,66 @@
-"""A converted model prepared for readings, and its deviation from the rules that its layers declare."""
+"""The yardsticks of readings: each layer's declared rule, and plain gradient steps on the whole model."""
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import cached_property
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..config import InPlaceTTTConfig
-from ..errors import InPlaceTTTError
 from ..layer.fast_linear import FastWeight
-from ..surgery import config_of
-from .borrowing import probe_chunk, small_chunks
+from ..surgery import config_of, disable_ttt
 from .declared_rule import DeclaredRule
-from .limits import limits, room
+from .gradient_rule import GradientRule
+from .limits import STEPS, limits, room
 from .prepared import Prepared
 from .recorded_errors import STRENGTH, base_output, deviation, error_of_solve
-from .recording import Document, Recording, recording
+from .recording import Documents, LogitsRecord, Recording, recording, recording_logits
 
-Documents = Sequence[Document]
-Reading = tuple[str, Recording, Documents]
-Scene = Callable[["Probed"], Iterator[Reading]]
-"""Runs a model and yields readings.
+_STRENGTH_OF_STEPS = 0.3
+"""`STRENGTH` for gradient steps. Much stronger steps would amplify rounding."""
 
-A reading is its name, the recording of the layers, and the documents in it.
-"""
+
+def prepared(lm: Any, seed: int) -> AbstractContextManager[Prepared]:
+    """Returns a context with the model prepared for readings.
+
+    Args:
+        lm: a converted model.
+        seed: seed of the token ids and the target generator.
+    """
+    return yardstick(config_of(lm)).of(lm, seed)
+
+
+def yardstick(config: InPlaceTTTConfig) -> type[Prepared]:
+    """Returns the class that measures readings of a model with these settings."""
+    return Stepped if config.target == "gradient" else Probed
 
 
 class Probed(Prepared):
     """A prepared model whose TTT layers are compared one by one with the rules that they declare."""
 
-    @classmethod
-    @contextmanager
-    def of(cls, lm: Any, seed: int, strength: float = STRENGTH) -> Iterator[Probed]:
-        """Yields the prepared model, and restores it on exit.
+    by_layers = True
+    differs = (
+        "the outputs of layer {layer} differ from the declared rule by {error:.2g} of the size of a read"
+    )
 
-        Args:
-            lm: a converted model.
-            seed: seed of the token ids and the target generator.
-            strength: norm of the reads over the norm of W0's outputs.
-        """
-        declared = config_of(lm)
-        chunk = probe_chunk(declared.kernel_size)
-        with small_chunks(lm, chunk, seed), torch.no_grad():
-            probed = cls(
-                lm, dataclasses.replace(declared, chunk_size=chunk, clip=None, prompt_write=None), seed
-            )
-            record = probed.read(probed.ids(1, 4 * chunk))
-            norms = probed._strengthen(
-                record, strength, relative=declared.clip is not None and declared.clip.relative
-            )
-            with probed.clipping_half(declared, norms) as clipped:
-                yield clipped
+    @staticmethod
+    def limit(dtype: torch.dtype) -> float:
+        return limits(dtype).outputs
 
-    def _strengthen(self, record: Recording, strength: float, relative: bool) -> list[float]:
-        """Scales each layer's P so that reads have a visible size, and returns norms of the chunks' deltas.
+    def recording(self) -> AbstractContextManager[Recording]:
+        return recording(self.lm, self.config)
 
-        With `relative`, the norms are divided by ‖W0‖.
-        """
+    def strengthen(self, relative: bool) -> list[float]:
+        record = self.read(self.ids(1, 4 * self.chunk))
         norms = []
         for index, layer in self.layers.items():
             z, source, _, writes = record.of(index, record.whole()[0])
             rule = self.rule(index)
             reads, base = rule.reads(z, source, writes), base_output(layer, z)
             wanted = base.norm() if bool(base.any()) else reads.norm()
-            factor = float(strength * wanted / reads.norm()) if bool(reads.any()) else 1.0
+            factor = float(STRENGTH * wanted / reads.norm()) if bool(reads.any()) else 1.0
             if self.config.write_norm is None:
                 layer.ttt.proj.data = layer.ttt.proj.data * factor
             one = float(rule.tensors["w0"].norm()) or 1.0 if relative else 1.0
@@ -82,39 +73,9 @@ class Probed(Prepared):
         return self._rule_of(self.layers[index], index, self.config)
 
     def _rule_of(self, layer: FastWeight, index: int, config: InPlaceTTTConfig) -> DeclaredRule:
+        # the list itself is read, because `eta_of` belongs to the code under audit
         eta = config.eta[sorted(self.layers).index(index)] if isinstance(config.eta, tuple) else config.eta
         return DeclaredRule.of(layer, config, eta, self.training)
-
-    @cached_property
-    def _fewest_logits(self) -> dict[str, int]:
-        """The argument that makes the model compute the last token's logits alone; empty if there is none."""
-        return (
-            {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(self.lm.forward).parameters else {}
-        )
-
-    def forward(self, ids: Tensor, **kwargs: Any) -> None:
-        """Runs the model once. The readings use the TTT layers' outputs, not the logits."""
-        self.lm(input_ids=ids, **self._fewest_logits, **kwargs)
-
-    def read(self, ids: Tensor, **kwargs: Any) -> Recording:
-        with recording(self.lm, self.config) as record:
-            self.forward(ids, **{"use_cache": False, **kwargs})
-        return record
-
-    @cached_property
-    def takes_padding(self) -> bool:
-        """True if the model accepts padded rows. Models with an attention window refuse them."""
-        try:
-            self.read(
-                self.ids(2, 2), attention_mask=torch.tensor([[0, 1], [1, 1]], device=self.ids(1, 1).device)
-            )
-        except InPlaceTTTError:
-            return False
-        return True
-
-    def deviations(self, scene: Scene) -> dict[str, dict[int, float]]:
-        """Returns the errors of each reading by its name, then by layer."""
-        return {name: self.errors(record, documents) for name, record, documents in scene(self)}
 
     def errors(self, record: Recording, documents: Documents) -> dict[int, float]:
         """Returns by layer the error of its outputs against the declared rule.
@@ -132,3 +93,47 @@ class Probed(Prepared):
             limit = max(usual, error_of_solve(record, i, documents, rule))
             found[i] = own / limit * deviation(record, i, layer, documents, rule)
         return found
+
+
+class Stepped(Prepared):
+    """A prepared model with `target: gradient`, whose logits are compared with plain gradient steps."""
+
+    by_layers = False
+    differs = "the logits differ from plain gradient steps by {error:.2g} of the writes' effect"
+
+    @staticmethod
+    def limit(dtype: torch.dtype) -> float:
+        return STEPS[dtype]
+
+    def recording(self) -> AbstractContextManager[LogitsRecord]:
+        return recording_logits(self.lm, self.config)
+
+    def strengthen(self, relative: bool) -> list[float]:
+        rule = GradientRule(self.lm, self.config)
+        rule.logits(self.ids(1, 3 * self.chunk))
+        factor = _STRENGTH_OF_STEPS / rule.reads if rule.reads else 1.0
+        for layer in self.layers.values():
+            assert layer.ttt.gain is not None
+            layer.ttt.gain = layer.ttt.gain * factor
+        return [
+            factor * norm / (float(rule.rules[index].tensors["w0"].norm()) if relative else 1.0)
+            for index, norm in rule.deltas
+        ]
+
+    @torch.no_grad()
+    def errors(self, record: LogitsRecord, documents: Documents) -> dict[int, float]:
+        """Returns the error of all logits, relative to the effect of the writes, as that of layer 0.
+
+        The result is empty if some tokens of the reading do not write.
+        """
+        if not all(piece.writes for document in documents for piece in document):
+            return {}
+        off = size = 0.0
+        for document in documents:
+            ids, known, logits = record.of(document)
+            wanted = GradientRule(record.lm, record.config).logits(ids[None])[known].double()
+            with disable_ttt(record.lm):
+                without = record.lm(input_ids=ids[None], use_cache=False).logits[0, known].double()
+            off += float((logits.double() - wanted).square().sum())
+            size += float((without - wanted).square().sum())
+        return {0: float(off / size) ** 0.5 if size else float("inf")}

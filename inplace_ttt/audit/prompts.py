@@ -17,7 +17,7 @@ from ..session.session import Session
 from .declared_rule import DeclaredRule
 from .probed import Probed
 from .recorded_errors import base_output
-from .recording import Piece, recording
+from .recording import Piece
 
 
 def prompt_deviations(lm: Any, settings: PromptWrite, seed: int) -> dict[str, dict[int, float]]:
@@ -39,7 +39,7 @@ def prompt_deviations(lm: Any, settings: PromptWrite, seed: int) -> dict[str, di
             own = dataclasses.replace(settings, window=window, eta=eta, cap=cap)
             with (
                 with_config(probed.layers.values(), prompt_write=own),
-                recording(lm, probed.config) as record,
+                probed.recording() as record,
             ):
                 state = Session(lm)
                 state.write_prompt(prompt)

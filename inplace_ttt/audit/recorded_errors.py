@@ -37,12 +37,9 @@ def base_output(layer: FastWeight, z: Tensor) -> Tensor:
     w0 = layer.matrix()
     if w0 is None:
         plain: Any = plain_class(layer)
+        own = z.to(next(layer.ttt.parameters()).device, layer.ttt.proj.dtype)
         with torch.no_grad():
-            return (
-                plain.forward(layer, z.to(next(layer.ttt.parameters()).device, layer.ttt.proj.dtype))
-                .double()
-                .cpu()
-            )
+            return plain.forward(layer, own).double().cpu()
     bias = getattr(layer, "bias", None)
     out = z @ w0.detach().double().cpu().T
     return out if bias is None else out + bias.detach().double().cpu()
@@ -82,13 +79,10 @@ def deviation(
         sizes.append(reads.square().sum(-1))
         bases.append(base.square().sum(-1))
     size, base_size = torch.cat(sizes), torch.cat(bases).mean()
-    size = (
-        size[size > 0].mean()
-        if bool((size > 0).any())
-        else base_size
-        if float(base_size)
-        else torch.ones_like(base_size)
-    )
+    if bool((size > 0).any()):
+        size = size[size > 0].mean()
+    else:
+        size = base_size if float(base_size) else torch.ones_like(base_size)
     if rule.config.write_norm is not None and torch.finfo(rule.dtype).bits < 32:
         size = torch.maximum(size, STRENGTH**2 * base_size)
     scatter = torch.stack([part.mean() for part in off]).max().div(size).sqrt()
@@ -141,10 +135,8 @@ def gradient_errors(
         for (piece,) in documents:
             here = weights[piece.row, piece.start : piece.stop]
             here.copy_(torch.randn(here.shape, generator=generator))
-        loss = (
-            loss
-            + (s.passed.to(state_dtype(s.passed.dtype)) * weights.reshape(s.out.shape).to(s.out.device)).sum()
-        )
+        weights = weights.reshape(s.out.shape).to(s.out.device)
+        loss = loss + (s.passed.to(state_dtype(s.passed.dtype)) * weights).sum()
     own = {index: _differentiated(seen[index], layer) for index, layer in layers.items()}
     through_source = not rule(next(iter(seen))).config.detach_target and len(layers) == len(seen)
     sources = {

@@ -1,4 +1,4 @@
-"""Records inputs and outputs of the TTT layers of a running model.
+"""Records the readings of a running model, as inputs and outputs of its TTT layers, or as its logits.
 
 The audit has its own hooks on the down-projection, its MLP and the first decoder layer. So a fault in the
 package's hooks does not affect the recording.
@@ -68,35 +68,56 @@ class Seen:
 
 
 Document = Sequence[Piece]
+Documents = Sequence[Document]
 
 
 @dataclass
-class Recording:
-    """Tensors of the TTT layers in each forward.
+class Record:
+    """The forwards of a model.
 
     Attributes:
         config: the settings under which the model ran.
-        layers: the model's TTT layers by number.
         dtype: dtype of the computation if autocast changed it, or None.
+        shapes: rows and tokens of each forward.
+    """
+
+    config: InPlaceTTTConfig
+    dtype: torch.dtype | None = None
+    shapes: list[tuple[int, int]] = field(default_factory=list)
+
+    def whole(self) -> list[Document]:
+        """Returns each row of the first forward as one document."""
+        rows, tokens = self.shapes[0]
+        return [[Piece(0, row, 0, tokens)] for row in range(rows)]
+
+    def as_one_text(self, rows: int, skipped: Sequence[int] = (), unwritten: Sequence[int] = ()) -> Documents:
+        """Returns each row of all forwards as one document.
+
+        Args:
+            rows: number of rows.
+            skipped: numbers of forwards that are left out.
+            unwritten: numbers of forwards whose tokens read but do not write.
+        """
+        numbers = [n for n in range(len(self.shapes)) if n not in skipped]
+        return [
+            [Piece(n, row, 0, self.shapes[n][1], n not in unwritten) for n in numbers] for row in range(rows)
+        ]
+
+
+@dataclass
+class Recording(Record):
+    """Tensors of the TTT layers in each forward.
+
+    Attributes:
+        layers: the model's TTT layers by number.
         rules: declared rules at the time of the run, for layers whose settings or tensors may have changed
             since.
         forwards: one entry per forward, by layer.
     """
 
-    config: InPlaceTTTConfig
-    layers: dict[int, FastWeight]
-    dtype: torch.dtype | None = None
+    layers: dict[int, FastWeight] = field(default_factory=dict)
     rules: dict[int, DeclaredRule] = field(default_factory=dict)
     forwards: list[dict[int, Seen]] = field(default_factory=list)
-
-    def whole(self, forward: int = 0) -> list[Document]:
-        """Returns each row of a forward as one document."""
-        rows, tokens = next(iter(self.forwards[forward].values())).rows
-        return [[Piece(forward, row, 0, tokens)] for row in range(rows)]
-
-    def tokens(self, forward: int) -> int:
-        """Returns the number of tokens per row of a forward."""
-        return next(iter(self.forwards[forward].values())).rows[1]
 
     def of(self, index: int, document: Document) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Returns the tensors of a layer over a document.
@@ -119,10 +140,12 @@ def recording(lm: Any, config: InPlaceTTTConfig) -> Iterator[Recording]:
 
     Tensors that have a graph keep it.
     """
-    decoder, found = locate(lm), Recording(config, fast_weights(lm))
+    decoder, found = locate(lm), Recording(config, layers=fast_weights(lm))
     held: dict[str, Tensor] = {}
 
     def start(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        rows, tokens = held["embeddings"].shape[:2]
+        found.shapes.append((rows, tokens))
         found.forwards.append({})
 
     def note(index: int, down: nn.Module, args: tuple[Tensor], out: Tensor) -> None:
@@ -178,3 +201,54 @@ def _for_the_layer_alone(down: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
     The view's gradient leaves out other users of the input, such as LoRA around the layer.
     """
     return (args[0].view_as(args[0]),)
+
+
+@dataclass
+class LogitsRecord(Record):
+    """Token ids and logits of each forward.
+
+    Attributes:
+        lm: the model that ran.
+        forwards: token ids [B, T] and the logits [B, n, V] of the last n tokens.
+    """
+
+    lm: Any = None
+    forwards: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def of(self, document: Document) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns token ids [T] of a document, bool [T] for tokens with logits, and these logits [n, V]."""
+        ids, known, found = [], [], []
+        for piece in document:
+            tokens, logits = self.forwards[piece.forward]
+            first = tokens.shape[1] - logits.shape[1]
+            ids.append(tokens[piece.row, piece.start : piece.stop])
+            known.append(torch.arange(piece.start, piece.stop) >= first)
+            found.append(logits[piece.row, max(0, piece.start - first) : max(0, piece.stop - first)])
+        return torch.cat(ids), torch.cat(known), torch.cat(found)
+
+
+@contextmanager
+def recording_logits(lm: Any, config: InPlaceTTTConfig) -> Iterator[LogitsRecord]:
+    """Yields a recording with one entry per forward of the model inside the context.
+
+    Forwards inside a forward, which compute the loss of a chunk, are left out.
+    """
+    found, under_way = LogitsRecord(config, lm=lm), []
+
+    def begin(module: nn.Module, args: tuple[Any, ...]) -> None:
+        under_way.append(module)
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        under_way.pop()
+        if under_way:
+            return
+        ids: Tensor = args[0] if args else kwargs["input_ids"]
+        found.shapes.append((ids.shape[0], ids.shape[1]))
+        found.forwards.append((ids, out.logits.detach().clone()))
+
+    handles = [lm.register_forward_pre_hook(begin), lm.register_forward_hook(note, with_kwargs=True)]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -14,8 +14,6 @@ class Stream(Protocol):
 
     - `state`: the tensor that the stream carries from piece to piece.
     - `tensors()`: the stream's tensors by name, if they are not the module's own.
-    - `take_back(n)`: removes the last n tokens.
-    - `saved()`: returns a stream restored from the data that a save would write.
     """
 
     def __call__(self, x: Tensor, target: Tensor) -> Tensor:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import InPlaceTTTError, one_line
 from .blame import is_the_probes
 from .item import Item, Probe, known
-from .outcome import NotChecked, Outcome
+from .outcome import NotChecked, Outcome, Verdict
 from .report import Declaration, Report, Result
 
 Progress = Callable[[int, int, str], None]
 """Called before each item with the number of items done, the number of all items, and the title."""
+
+_OF_ABSENT: dict[Verdict, Verdict] = {
+    "conforms": "extension",
+    "deviates": "conforms",
+    "unspecified": "conforms",
+}
 
 
 class Auditor:
@@ -26,13 +33,8 @@ class Auditor:
         items: Sequence[Item],
         progress: Progress | None,
     ) -> None:
-        self.name, self.profile, self.declared, self.items, self.progress = (
-            name,
-            known(profile),
-            tuple(declared),
-            items,
-            progress,
-        )
+        self.name, self.profile, self.items, self.progress = name, known(profile), items, progress
+        self.declared = tuple(declared)
         self.results: dict[str, Result] = {}
         self.whys = {declaration.id: declaration.why for declaration in declared}
         if unknown := sorted(set(self.whys) - {item.id for item in items}):
@@ -64,7 +66,9 @@ class Auditor:
             ) from error
         except Exception as error:
             if is_the_probes(error):
-                outcome = _failed(error)
+                # a failure of the probe itself shows nothing about the module
+                failure = f"{type(error).__name__}: {one_line(error, kind=False)}; report it"
+                outcome = Outcome("not checked", f"the audit's own probe fails with {failure}")
             else:
                 raise InPlaceTTTError(
                     f"{self.name} raises {type(error).__name__} while the audit measures {item.id!r}: "
@@ -74,14 +78,12 @@ class Auditor:
         if outcome.verdict == "deviates" and (
             names := [id for id in item.named_by if id in self.results and self._deviates(id)]
         ):
-            outcome = Outcome(
-                "not checked",
-                f"{outcome.found}, which {_quoted(names)} reports",
-                outcome.numbers,
-                outcome.tolerance,
-            )
+            found = f"{outcome.found}, which {' and '.join(f'`{id}`' for id in names)} reports"
+            outcome = Outcome("not checked", found, outcome.numbers, outcome.tolerance)
         if self.profile == "reference" and item.absent:
-            outcome = _against_absence(outcome)
+            # to have a feature that the reference code lacks is an extension
+            verdict = _OF_ABSENT.get(outcome.verdict, outcome.verdict)
+            outcome = dataclasses.replace(outcome, verdict=verdict)
         declared = self.whys.get(item.id) if outcome.verdict == "deviates" else None
         self.results[item.id] = Result(item, outcome, item.expects(self.profile), declared)
 
@@ -92,23 +94,3 @@ class Auditor:
         return Report(
             self.name, self.profile, [self.results[item.id] for item in self.items], self.declared, facts
         )
-
-
-def _failed(error: Exception) -> Outcome:
-    """Returns "not checked" for a failure of the probe itself, since it shows nothing about the module."""
-    return Outcome(
-        "not checked",
-        f"the audit's own probe fails with {type(error).__name__}: {one_line(error, kind=False)}; report it",
-    )
-
-
-def _quoted(ids: Sequence[str]) -> str:
-    return " and ".join(f"`{id}`" for id in ids)
-
-
-def _against_absence(outcome: Outcome) -> Outcome:
-    """Returns the outcome for a feature that the reference code lacks. To have it is an extension."""
-    verdict = {"conforms": "extension", "deviates": "conforms", "unspecified": "conforms"}.get(
-        outcome.verdict, outcome.verdict
-    )
-    return Outcome(verdict, outcome.found, outcome.numbers, outcome.tolerance, outcome.chart)  # type: ignore[arg-type]

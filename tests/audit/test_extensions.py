@@ -12,7 +12,7 @@ from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, KeyWhitening, UpdateC
 from inplace_ttt.audit import audit_model
 from inplace_ttt.audit.limits import limits
 from inplace_ttt.audit.probed import Probed
-from inplace_ttt.audit.readings import plain
+from inplace_ttt.audit.scenes import plain
 from inplace_ttt.rules import RidgeRule
 
 BEYOND = [

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from audit.foreign import CHUNK, PortGating, PublicMLP
+from audit.public_code import MoshiGating
 from audit.toy import ToyAdapter, ToyLayer
 from inplace_ttt import InPlaceTTTError
 from inplace_ttt.audit import Declaration, ReferenceMLP, audit_module
-from inplace_ttt.audit.public_code import MoshiGating
 
 SHORT = Declaration("chunk-size", "a test's chunk is short")
 

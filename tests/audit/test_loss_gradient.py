@@ -14,9 +14,9 @@ from torch.nn.functional import pad
 
 from inplace_ttt import InPlaceTTTConfig, calibrate, convert, gradient_reading, gradient_steps, language_head
 from inplace_ttt.audit import audit_model
-from inplace_ttt.audit.gradient_readings import Probed
 from inplace_ttt.audit.gradient_rule import GradientRule
-from inplace_ttt.audit.probes.loss_gradient import LAW
+from inplace_ttt.audit.probed import Stepped
+from inplace_ttt.audit.probes.loss_gradient import LAW, SHARED
 from inplace_ttt.gradient_reading import GradientReading
 from inplace_ttt.layer.fast_linear import FastWeight
 from inplace_ttt.layer.gradient_stream import GradientStream
@@ -43,14 +43,14 @@ def test_a_sound_model_raises_no_alarm(settings: str, dtype: torch.dtype) -> Non
     report = audit_model(model(**SETTINGS[settings]).to(dtype))
     assert report.undeclared == ["chunk-size"] and report.faults == []
     assert report["target-source"].verdict == "extension"
-    decided = {id for id in LAW if report[id].verdict != "not checked"}
-    assert set(LAW) - decided == ({"document-grid"} if settings == "two steps" else set())
+    undecided = {id for id in (*LAW, *SHARED) if report[id].verdict == "not checked"}
+    assert undecided == ({"document-grid"} if settings == "two steps" else set())
 
 
 @pytest.mark.parametrize("layers", [(0, 6), (6,)], ids=str)
 def test_a_relative_clip_acts_on_half_of_the_steps(layers: tuple[int, ...]) -> None:
     clipped = model(layers=layers, clip={"max_norm": 0.3, "relative": True})
-    with Probed.of(clipped, 0) as probed:
+    with Stepped.of(clipped, 0) as probed:
         rule = GradientRule(clipped, probed.config)
         rule.logits(probed.ids(1, 3 * probed.chunk))
         shares = [norm / float(rule.rules[index].tensors["w0"].norm()) for index, norm in rule.deltas]

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from audit.public_classes import D, H, port_gating, public_layer, public_mlp
+from audit.public_code import MoshiGating, PublicInferenceLayer, PublicMLP
 from inplace_ttt.audit import AuditedModule, Declaration, audit_module
-from inplace_ttt.audit.public_code import MoshiGating, PublicInferenceLayer, PublicMLP
 
 FAMILIES = ("qwen3", "llama")
 

@@ -95,11 +95,11 @@ CIRCUMSTANCES: tuple[Item, ...] = (
         None, circumstances.precisions, named_by=("state-precision",),
     ),
     Item(
-        "through-a-file", "A checkpoint and a session come back as they were written", "—",
+        "through-a-file", "A checkpoint comes back as it was written", "—",
         "Not stated.", "medium", "Checkpoints do; nothing else is saved.",
         "A loss in a file shows only in another process, days later.",
         "Save, load, and compare every tensor and every output.",
         None, through_files.through_a_file, absent=True,
-        named_by=("saved-session", "in-pieces", *PIECES, "slow-weights", "state-place", "state-precision"),
+        named_by=("in-pieces", *PIECES, "slow-weights", "state-place", "state-precision"),
     ),
 )  # fmt: skip

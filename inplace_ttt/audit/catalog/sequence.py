@@ -1,7 +1,7 @@
 """Documents, padding, rows, pieces of a stream, ranks, the state, the gradient (paper §3.4, Algorithm 1)."""
 
 from ..item import Item
-from ..probes import circumstances, sequence, session, state, streams, training
+from ..probes import circumstances, sequence, state, streams, training
 from .groups import PIECES
 
 SEQUENCE: tuple[Item, ...] = (
@@ -83,7 +83,7 @@ SEQUENCE: tuple[Item, ...] = (
         "Nothing is taken back.",
         "Assisted decoding would write tokens that the model rejected.",
         "Keep the whole state from before the last chunk.",
-        session.take_back, circumstances.take_back, absent=True,
+        None, circumstances.take_back, absent=True,
         named_by=("rows", "state-precision", "context-parallel", *PIECES),
     ),
     Item(
@@ -91,7 +91,7 @@ SEQUENCE: tuple[Item, ...] = (
         "Not stated.", "medium", "Nothing is saved.",
         "Otherwise a session depends on how often it was interrupted.",
         "Save all of the state, and the open chunk.",
-        session.saved_session, absent=True,
+        None, circumstances.saved, absent=True,
     ),
     Item(
         "generated-tokens", "Generated tokens", "—",

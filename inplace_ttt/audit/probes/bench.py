@@ -100,9 +100,8 @@ class Bench(Driver):
     @cached_property
     def scale(self) -> float:
         """Size of a target whose write is large compared with the outputs and is not clipped."""
-        outputs = torch.linalg.vector_norm(
-            self.run(self.bank[: self.module.chunk_size].repeat(2, 1), self.zeros(2 * self.module.chunk_size))
-        )
+        chunk = self.module.chunk_size
+        outputs = torch.linalg.vector_norm(self.run(self.bank[:chunk].repeat(2, 1), self.zeros(2 * chunk)))
         sizes = self.sizes(training=None)
         one = sizes[SCALES.index(1.0)]
         wanted = 1.0 if one == 0 or not float(outputs) else float(_STRONG * outputs / one)
@@ -123,10 +122,8 @@ class Bench(Driver):
         target[:chunk] = torch.nn.functional.normalize(torch.ones(self.module.d, dtype=torch.float64), dim=0)
         with self.mode(training), self.module.bare():
             none = self.run(x, self.zeros(2 * chunk))
-            changes = [
-                float(torch.linalg.vector_norm((self.run(x, s * target) - none)[chunk:])) for s in SCALES
-            ]
-        return self._sizes.setdefault(training, changes)
+            changes = [(self.run(x, s * target) - none)[chunk:] for s in SCALES]
+        return self._sizes.setdefault(training, [float(torch.linalg.vector_norm(c)) for c in changes])
 
     @staticmethod
     def knee(sizes: Sequence[float]) -> float | None:
@@ -150,9 +147,8 @@ class Bench(Driver):
 
         Other effects are measured relative to it.
         """
-        return self.yardstick(
-            self.response(self.tiled(2 * self.chunk), self.middle(2 * self.chunk, 0))[self.chunk :]
-        )
+        tokens = 2 * self.chunk
+        return self.yardstick(self.response(self.tiled(tokens), self.middle(tokens, 0))[self.chunk :])
 
     def yardstick(self, effect: Tensor) -> Tensor:
         """Returns the effect. Raises NotChecked if it is zero."""
@@ -186,12 +182,8 @@ class Bench(Driver):
         columns = []
         for j in range(CHUNKS):
             effect = response(x, self.middle(len(x), j * self.chunk))
-            columns.append(
-                [
-                    self.share(part) / self.diluted(max(i, j + 1))
-                    for i, part in enumerate(effect.split(self.chunk))
-                ]
-            )
+            parts = enumerate(effect.split(self.chunk))
+            columns.append([self.share(part) / self.diluted(max(i, j + 1)) for i, part in parts])
         return torch.tensor(columns, dtype=torch.float64).T
 
     def diluted(self, writes: int) -> float:
@@ -227,19 +219,15 @@ class Bench(Driver):
             NotChecked: if the keys do not separate tokens, or the reads do not follow the keys or the
                 declared law.
         """
+        h, ridge = self.module.h, self.module.ridge
         if not self.tells_tokens_apart:
             raise NotChecked(
-                f"keys of {self.module.h} numbers do not separate the {self.chunk} tokens of the probe's "
-                "chunk"
+                f"keys of {h} numbers do not separate the {self.chunk} tokens of the probe's chunk"
             )
-        if (
-            self.module.whitening is not None or self.module.ridge is not None
-        ) and self.key_error >= TOLERANCE:
-            raise NotChecked(
-                "reads do not follow the keys, so targets cannot be computed from them; `keys` reports it"
-            )
+        if (self.module.whitening is not None or ridge is not None) and self.key_error >= TOLERANCE:
+            raise NotChecked("reads do not follow the keys, so no targets follow from them, see `keys`")
         self.refuse_unlawful()
-        z, ridge = self.keys_of(x), self.module.ridge
+        z = self.keys_of(x)
         of_sum = torch.linalg.solve(z @ z.T, effect)
         return of_sum if ridge is None else writes * effect + ridge * of_sum
 
@@ -249,10 +237,7 @@ class Bench(Driver):
         Other measurements cannot be compared with them in that case.
         """
         if self.module.ridge is not None and self.law_error >= TOLERANCE:
-            raise NotChecked(
-                "reads in one call are not the declared least-squares map, so nothing can be compared with "
-                "them"
-            )
+            raise NotChecked("reads in one call are not the declared least-squares map; see `least-squares`")
 
     @property
     def tells_tokens_apart(self) -> bool:
@@ -280,10 +265,8 @@ class Bench(Driver):
         Four chunks and a part of another are read.
         """
         assert self.module.ridge is not None
-        x, target = (
-            self.scattered(4 * self.chunk + self.chunk // 2),
-            self.scale * self.units(4 * self.chunk + self.chunk // 2),
-        )
+        tokens = 4 * self.chunk + self.chunk // 2
+        x, target = self.scattered(tokens), self.scale * self.units(tokens)
         law = least_squares_reads(self.keys_of(x), self.values_of(target), self.chunk, self.module.ridge)
         return error(self.response(x, target), (self.module.eta or 1.0) * law)
 
@@ -315,9 +298,8 @@ def error(found: Tensor, wanted: Tensor) -> float:
 
 def largest_difference(found: Tensor, wanted: Tensor) -> float:
     """Returns the largest |found - wanted| over the largest |wanted|."""
-    return float(
-        (found.double() - wanted.double()).abs().max() / wanted.double().abs().max().clamp(min=1e-30)
-    )
+    found, wanted = found.double(), wanted.double()
+    return float((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30))
 
 
 def measured_chunk(module: AuditedModule, meant: int, x: Tensor) -> int | None:

@@ -25,11 +25,9 @@ def clip_training(bench: Bench, expected: Any) -> Outcome:
     sizes = bench.sizes(training=True)
     _alive(sizes)
     knee = bench.knee(sizes)
-    found = (
-        "deltas are not clipped in training"
-        if knee is None
-        else f"deltas are clipped in training too (from targets of size {knee:.0e})"
-    )
+    found = "deltas are not clipped in training"
+    if knee is not None:
+        found = f"deltas are clipped in training too (from targets of size {knee:.0e})"
     return judged(knee is None, found, {"clipped from targets of size": knee}, None, _curve(bench, sizes))
 
 
@@ -37,23 +35,20 @@ def clip_inference(bench: Bench, expected: Any) -> Outcome:
     """Measures the bound on the norm of a chunk's delta in evaluation mode, without η."""
     tau = applied_tau(bench)
     if tau is None:
-        return Outcome(
-            "unspecified", "no clip: the paper clips in some of its evaluations only", {"tau": None}
-        )
+        found = "no clip: the paper clips in some of its evaluations only"
+        return Outcome("unspecified", found, {"tau": None})
     w0 = float(torch.linalg.vector_norm(bench.module.fast_weight.detach().double()))
     meant = bench.module.tau
     if meant is not None and abs(tau / meant - 1) > 0.05:
-        why = "another norm, or η is counted in" + (
-            ", or the clip leaves the Gram out" if bench.module.ridge is not None else ""
-        )
+        why = "another norm, or η is counted in"
+        why += ", or the clip leaves the Gram out" * (bench.module.ridge is not None)
         found = f"a delta is held to a Frobenius norm of {tau:.3g} where {meant:.3g} is meant: {why}"
         return judged(False, found, {"tau": tau, "meant": meant}, 0.05)
     numbers = {"tau": tau, "tau / ‖W0‖": tau / w0, "the paper's tau": PAPER_TAU}
     if abs(tau / PAPER_TAU - 1) < 0.05:
         return judged(True, f"a chunk's delta is held to a norm of {tau:.2g}", numbers, 0.05)
-    return Outcome(
-        "extension", f"a chunk's delta is held to a norm of {tau:.3g}, {tau / w0:.2g} of ‖W0‖", numbers, 0.05
-    )
+    found = f"a chunk's delta is held to a norm of {tau:.3g}, {tau / w0:.2g} of ‖W0‖"
+    return Outcome("extension", found, numbers, 0.05)
 
 
 def clip_scope(bench: Bench, expected: Any) -> Outcome:
@@ -70,11 +65,9 @@ def clip_scope(bench: Bench, expected: Any) -> Outcome:
     with bench.mode(False):
         effect = bench.response(x, target).split(chunk)
     ratio = float(torch.linalg.vector_norm(effect[4]) / torch.linalg.vector_norm(effect[1]))
-    found = (
-        "each chunk's delta is clipped on its own"
-        if ratio > 3.9
-        else f"four clipped chunks weigh {ratio:.3g} of one: the sum is clipped"
-    )
+    found = "each chunk's delta is clipped on its own"
+    if ratio <= 3.9:
+        found = f"four clipped chunks weigh {ratio:.3g} of one: the sum is clipped"
     return judged(ratio > 3.9, found, {"four clipped chunks, over one": ratio, "expected": 4.0}, 0.1)
 
 
@@ -102,18 +95,15 @@ def clip_effect(bench: Bench, expected: Any) -> Outcome:
         "half a step of float32": typical * 2**-25,
         f"‖change‖ / ‖W0‖ after {_CHUNKS} equal chunks": drift,
     }
-    holds = drift >= _SEEN
-    found = (
-        f"{_CHUNKS} chunks can move the weight by {drift:.2g} of its norm"
-        if holds
-        else (
-            f"the clip leaves nothing to see: {_CHUNKS} chunks that all agree move the weight by "
-            f"{drift:.1e} of its norm, an entry by "
-            f"{step:.1e} per chunk, {'below' if step < typical * 2**-9 else 'above'} half a step of bfloat16 "
-            f"({typical * 2**-9:.1e})"
+    found = f"{_CHUNKS} chunks can move the weight by {drift:.2g} of its norm"
+    if drift < _SEEN:
+        half = typical * 2**-9
+        found = (
+            f"the clip leaves nothing to see: {_CHUNKS} chunks that all agree move the weight by {drift:.1e} "
+            f"of its norm, an entry by {step:.1e} per chunk, {'below' if step < half else 'above'} half a "
+            f"step of bfloat16 ({half:.1e})"
         )
-    )
-    return judged(holds, found, numbers, _SEEN)
+    return judged(drift >= _SEEN, found, numbers, _SEEN)
 
 
 def applied_tau(bench: Bench) -> float | None:

@@ -31,15 +31,10 @@ def least_squares(bench: Bench, expected: Any) -> Outcome:
         raise NotChecked("reads do not follow the keys, which `keys` reports")
     off, numbers = bench.law_error, {"λ": module.ridge, "error against a direct solve": bench.law_error}
     if off >= TOLERANCE:
-        found = (
-            f"reads differ by {off:.0%} from the least-squares map of all writes with λ = {module.ridge:g}"
-        )
-        return judged(False, found, numbers, TOLERANCE)
-    found = (
-        "least squares: reads use the map M that minimizes Σ ‖V - KMᵀ‖² + λ‖M‖² over all writes, "
-        f"λ = {module.ridge:g}"
-    )
-    return Outcome("extension", found, numbers, TOLERANCE)
+        found = f"reads differ by {off:.0%} from the least-squares map of all writes"
+        return judged(False, f"{found} with λ = {module.ridge:g}", numbers, TOLERANCE)
+    found = "least squares: reads use the map M that minimizes Σ ‖V - KMᵀ‖² + λ‖M‖² over all writes"
+    return Outcome("extension", f"{found}, λ = {module.ridge:g}", numbers, TOLERANCE)
 
 
 def keys(bench: Bench, expected: Any) -> Outcome:
@@ -52,21 +47,12 @@ def keys(bench: Bench, expected: Any) -> Outcome:
         "of": bench.module.input_size,
     }
     if off >= TOLERANCE:
-        named = "Z" if whitening is None else whitening
-        return judged(
-            False,
-            f"writes and reads differ by {off:.0%} from those with {named} as keys",
-            numbers,
-            TOLERANCE,
-        )
+        found = f"writes and reads differ by {off:.0%} from those with {whitening or 'Z'} as keys"
+        return judged(False, found, numbers, TOLERANCE)
     if whitening is None:
         return judged(True, "keys are the down-projection's input", numbers, TOLERANCE)
-    return Outcome(
-        "extension",
-        f"whitened keys: {whitening}, the same for writing and reading",
-        numbers,
-        TOLERANCE,
-    )
+    found = f"whitened keys: {whitening}, the same for writing and reading"
+    return Outcome("extension", found, numbers, TOLERANCE)
 
 
 def model_keys(whole: WholeModel, expected: Any) -> Outcome:

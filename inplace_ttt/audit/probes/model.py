@@ -10,11 +10,10 @@ from torch.nn.functional import cosine_similarity
 
 from ...errors import InPlaceTTTError
 from ...families import locate
-from ..borrowing import borrowed, small_chunks
+from ..borrowing import small_chunks
 from ..limits import limits
-from ..outcome import TOLERANCE, NotChecked, Outcome, judged
+from ..outcome import NotChecked, Outcome, judged
 from ..whole_model import WholeModel
-from .bench import Bench
 from .circumstances import plain_deviations
 from .twin import twin
 
@@ -25,17 +24,11 @@ def target_source(whole: WholeModel, expected: Any) -> Outcome:
     They are recorded while the model reads.
     """
     decoder = locate(whole.lm)
-    seen: dict[str, dict[int, Tensor]] = {"source": {}, "mlp": {}}
-    embeddings: list[Tensor] = []
-    handles = [
-        decoder.blocks[0].register_forward_pre_hook(
-            lambda module, args, kwargs: embeddings.append(args[0] if args else kwargs["hidden_states"]),
-            with_kwargs=True,
-        )
-    ]
+    seen: dict[str, dict[int, Tensor]] = {"source": {}, "mlp": {}, "embeddings": {}}
+    handles = [_note(decoder.blocks[0], seen["embeddings"], 0)]
     for index, layer in whole.layers.items():
-        handles.append(layer.ttt.register_forward_pre_hook(_note(seen["source"], index)))
-        handles.append(decoder.layers[index].mlp.register_forward_pre_hook(_note(seen["mlp"], index)))
+        handles.append(_note(layer.ttt, seen["source"], index))
+        handles.append(_note(decoder.layers[index].mlp, seen["mlp"], index))
     try:
         with small_chunks(whole.model, whole.chunk, whole.seed), torch.no_grad():
             whole.lm(whole.ids, use_cache=False)
@@ -48,7 +41,7 @@ def target_source(whole: WholeModel, expected: Any) -> Outcome:
     found, numbers = set(), {}
     for index, source in seen["source"].items():
         alike = {
-            "embeddings": max(_alike(source, embeddings[0]), _alike(source, table)),
+            "embeddings": max(_alike(source, seen["embeddings"][0]), _alike(source, table)),
             "hidden_states": _alike(source, seen["mlp"][index]) if index in seen["mlp"] else 0.0,
         }
         best = max(alike, key=lambda name: alike[name])
@@ -59,20 +52,20 @@ def target_source(whole: WholeModel, expected: Any) -> Outcome:
     return judged(found == {expected}, f"targets are made from {text}", numbers, 1e-3)
 
 
-def _note(where: dict[int, Tensor], index: int) -> Any:
-    def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-        if args:
-            where[index] = args[0]
+def _note(module: nn.Module, where: dict[int, Tensor], index: int) -> Any:
+    """Returns the handle of a hook that stores the module's input under a number."""
 
-    return hook
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if args or "hidden_states" in kwargs:
+            where[index] = args[0] if args else kwargs["hidden_states"]
+
+    return module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def _alike(a: Tensor, b: Tensor) -> float:
-    return (
-        float(cosine_similarity(a.detach().double().flatten(), b.detach().double().flatten(), dim=0))
-        if a.shape == b.shape
-        else 0.0
-    )
+    if a.shape != b.shape:
+        return 0.0
+    return float(cosine_similarity(a.detach().double().flatten(), b.detach().double().flatten(), dim=0))
 
 
 def layer_spacing(whole: WholeModel, expected: Any) -> Outcome:
@@ -105,70 +98,40 @@ def layers_in_range(whole: WholeModel, expected: Any) -> Outcome:
             refused = False
     except InPlaceTTTError:
         refused = True
-    found = (
-        "every layer named writes, and one beyond the model is refused"
-        if refused and not silent
-        else (
-            f"layers {_list(silent)} are named and do not write"
-            if silent
-            else "a layer beyond the model is accepted and ignored"
-        )
-    )
-    return judged(
-        refused and not silent,
-        found,
-        {"named": list(whole.config.layers), "silent": silent, "refused": refused},
-        0,
-    )
+    found = "every layer named writes, and one beyond the model is refused"
+    if silent:
+        found = f"layers {_list(silent)} are named and do not write"
+    elif not refused:
+        found = "a layer beyond the model is accepted and ignored"
+    numbers = {"named": list(whole.config.layers), "silent": silent, "refused": refused}
+    return judged(refused and not silent, found, numbers, 0)
 
 
 def every_layer(whole: WholeModel, expected: Any) -> Outcome:
-    """Compares each TTT layer with the first, by measured η over set η and by own-chunk exposure.
+    """Compares the reads of each TTT layer with its declared rule.
 
-    Each layer must also have its own tensors and follow its declared rule.
+    Each layer must also have its own tensors and η, and write if the first layer writes.
     """
-    rows: dict[int, tuple[float, float]] = {}
-    apart = _sharing(whole)
-    if isinstance(etas := whole.config.eta, tuple):
-        apart += [
-            i
-            for i, eta in zip(whole.layers, etas, strict=True)
-            if whole.layers[i].eta != eta and i not in apart
-        ]
-    for index in () if whole.undrivable else whole.layers:
-        with borrowed(whole.model, index) as module, module.unclipped():
-            bench = Bench(module, whole.seed)
-            try:
-                row = (bench.kappa() / (module.eta or 1.0), float(bench.reads.diagonal().abs().max()))
-            except NotChecked:
-                if not rows:
-                    raise
-                # writes can be measured in the first layer, but not in this one
-                apart.append(index)
-                continue
-            rows[index] = row
+    apart, etas = _sharing(whole), whole.config.eta
+    if isinstance(etas, tuple):
+        own = zip(whole.layers.items(), etas, strict=True)
+        apart += [i for (i, layer), eta in own if layer.eta != eta or (etas[0] and not eta)]
     errors, limit = whole.once(plain_deviations), limits(whole.lm.dtype).outputs
     if errors[next(iter(errors))] < limit:  # if not, other items report the error of the first layer
-        apart += [i for i, error in errors.items() if error >= limit and i not in apart]
-    first = next(iter(rows.values()), ())
-    apart += [
-        i
-        for i, row in rows.items()
-        if i not in apart and max(abs(a - b) for a, b in zip(row, first, strict=True)) > TOLERANCE
-    ]
+        apart += [i for i, error in errors.items() if not error < limit]
     found = f"all {len(errors)} TTT layers follow one rule"
     if apart:
-        found = f"layers {_list(sorted(apart))} differ from layer {next(iter(errors))}"
+        found = f"layers {_list(sorted(set(apart)))} differ from layer {next(iter(errors))}"
     chart = {
         "kind": "bars",
-        "title": "Size of a write over η, layer by layer",
+        "title": "Error of the reads, layer by layer",
         "x": "layer",
-        "y": "measured / set",
-        "labels": [str(i) for i in rows],
-        "values": [row[0] for row in rows.values()],
+        "y": "error over the size of a read",
+        "labels": [str(i) for i in errors],
+        "values": list(errors.values()),
     }
-    numbers = {f"layer {i}": {"write over η": row[0], "own write read": row[1]} for i, row in rows.items()}
-    return judged(not apart, found, numbers, TOLERANCE, chart if len(rows) > 1 else None)
+    numbers = {f"error of layer {i}": error for i, error in errors.items()}
+    return judged(not apart, found, numbers, limit, chart if len(errors) > 1 else None)
 
 
 def _sharing(whole: WholeModel) -> list[int]:
@@ -211,22 +174,16 @@ def _unchanged(whole: WholeModel, wanted: Any, found: str) -> Outcome:
 def extensions(whole: WholeModel, expected: Any) -> Outcome:
     """Lists the settings that the paper's method lacks, with their values."""
     on = whole.config.extensions
+    numbers = {name: str(value) for name, value in on.items()}
     if expected is not None:
-        differs = [name for name, value in expected.items() if on.get(name) != value] + sorted(
-            set(on) - {*expected, "prompt_write"}
-        )
-        found = (
-            "its options are those of TTT-NTP"
-            if not differs
-            else f"{', '.join(differs)} differ from TTT-NTP's"
-        )
-        return judged(not differs, found, {name: str(value) for name, value in on.items()})
+        differs = [name for name, value in expected.items() if on.get(name) != value]
+        differs += sorted(set(on) - {*expected, "prompt_write"})
+        found = f"{', '.join(differs)} differ from TTT-NTP's"
+        return judged(not differs, found if differs else "its options are those of TTT-NTP", numbers)
     if not on:
-        return judged(True, "no setting beyond the paper's method is on", {}, None)
+        return judged(True, "no setting beyond the paper's method is on", {})
     text = ", ".join(f"{name} = {value}" for name, value in on.items())
-    return Outcome(
-        "extension", f"on beyond the paper: {text}", {name: str(value) for name, value in on.items()}
-    )
+    return Outcome("extension", f"on beyond the paper: {text}", numbers)
 
 
 def _list(values: list[Any]) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
 
-from ..outcome import TOLERANCE, NotChecked, Outcome, judged
+from ...layer.overrides import overriding
+from ..outcome import TOLERANCE, NotChecked, Outcome, judged, within
 from .bench import CHUNKS, Bench, error, measured_chunk
 
 _LARGE_CHUNK = 20_000
@@ -18,9 +20,8 @@ def writes(bench: Bench, expected: Any) -> Outcome:
     x, target = bench.tiled(2 * bench.chunk), bench.middle(2 * bench.chunk, 0)
     outputs = torch.linalg.vector_norm(bench.run(x, bench.zeros(len(x)))[bench.chunk :])
     size = float(torch.linalg.vector_norm(bench.response(x, target)[bench.chunk :]) / outputs)
-    found = (
-        "a chunk's write is read by the next chunk" if size > 0 else "no write is ever read: TTT does nothing"
-    )
+    found = "a chunk's write is read by the next chunk"
+    found = found if size > 0 else "no write is ever read: TTT does nothing"
     return judged(size > 0, found, {"change of the next chunk's outputs, by strong targets": size})
 
 
@@ -29,38 +30,22 @@ def fast_tensor(bench: Bench, expected: Any) -> Outcome:
 
     It also reads one write with other keys, which tests if reads are linear in the keys.
     """
-    module, chunk = bench.module, bench.chunk
-    off = follows(bench)
+    module, x = bench.module, bench.tiled(bench.chunk)
+    errors = {"error of following W0": follows(bench)}
     if (bias := module.bias) is not None:
-        x = bench.tiled(chunk)
-        wanted = (
-            module.features(x).detach().double().cpu() @ module.fast_weight.detach().double().cpu().T
-            + bias.detach().double().cpu()
-        )
-        lost = error(bench.run(x, bench.zeros(chunk)), wanted)
-        if lost >= TOLERANCE:
-            return judged(
-                False, "the down-projection's bias is left out", {"error of W0 Z + bias": lost}, TOLERANCE
-            )
-    other = bench.bank[torch.randperm(chunk, generator=bench.generator)]
-    effect = bench.response(torch.cat([bench.tiled(chunk), other]), bench.middle(2 * chunk, 0))[chunk:]
-    same, new = (module.keys(t).detach().double().cpu() for t in (bench.tiled(chunk), other))
-    linear = error(effect, new @ torch.linalg.lstsq(same, bench.unit).solution)
-    found = (
-        "reads and writes use the down-projection's own weight"
-        if max(off, linear) < TOLERANCE
-        else (
-            "the outputs do not follow the down-projection's weight"
-            if off >= TOLERANCE
-            else "writes are not read as a matrix on Z"
-        )
-    )
-    return judged(
-        max(off, linear) < TOLERANCE,
-        found,
-        {"error of following W0": off, "error of reading as a matrix": linear},
-        TOLERANCE,
-    )
+        w0, shift = (tensor.detach().double().cpu() for tensor in (module.fast_weight, bias))
+        wanted = module.features(x).detach().double().cpu() @ w0.T + shift
+        errors["error of W0 Z + bias"] = error(bench.run(x, bench.zeros(len(x))), wanted)
+    other = bench.bank[torch.randperm(len(x), generator=bench.generator)]
+    effect = bench.response(torch.cat([x, other]), bench.middle(2 * len(x), 0))[len(x) :]
+    read = bench.keys_of(other) @ torch.linalg.lstsq(bench.keys_of(x), bench.unit).solution
+    errors["error of reading as a matrix"] = error(effect, read)
+    bad = {
+        "error of following W0": "the outputs do not follow the down-projection's weight",
+        "error of W0 Z + bias": "the down-projection's bias is left out",
+        "error of reading as a matrix": "writes are not read as a matrix on Z",
+    }
+    return within(errors, "reads and writes use the down-projection's own weight", bad)
 
 
 def follows(bench: Bench) -> float:
@@ -88,21 +73,11 @@ def causality(bench: Bench, expected: Any) -> Outcome:
     other[-1] = bench.bank[0] + bench.bank[-1]
     before = -1 if bench.module.ridge is None else 2 * bench.chunk
     moved = bench.size((bench.run(other, target) - bench.run(x, target))[:before])
-    found = (
-        "no output depends on a later token"
-        if max(later, moved) < TOLERANCE
-        else (
-            f"a chunk reads {later:.3g} of a later chunk's write"
-            if later >= TOLERANCE
-            else "a later token's key changes earlier outputs"
-        )
-    )
-    return judged(
-        max(later, moved) < TOLERANCE,
-        found,
-        {"read of a later write": later, "moved by a later key": moved},
-        TOLERANCE,
-    )
+    bad = {
+        "read of a later write": "a chunk reads {off:.3g} of a later chunk's write",
+        "moved by a later key": "a later token's key changes earlier outputs",
+    }
+    return within(dict(zip(bad, (later, moved), strict=True)), "no output depends on a later token", bad)
 
 
 def apply_then_update(bench: Bench, expected: Any) -> Outcome:
@@ -112,12 +87,11 @@ def apply_then_update(bench: Bench, expected: Any) -> Outcome:
         raise NotChecked(
             f"a chunk reads {own:.3g} of its own write in one call too, so streaming is not the cause"
         )
-    found = (
-        "a chunk is read before it is written"
-        if own < TOLERANCE
-        else f"streaming, a chunk reads {own:.3g} of its own write"
+    return within(
+        {"own write read while streaming": own},
+        "a chunk is read before it is written",
+        "streaming, a chunk reads {off:.3g} of its own write",
     )
-    return judged(own < TOLERANCE, found, {"own write read while streaming": own}, TOLERANCE)
 
 
 def exclusive_sum(bench: Bench, expected: Any) -> Outcome:
@@ -136,17 +110,12 @@ def own_chunk_exposure(bench: Bench, expected: Any) -> Outcome:
     own = own_write(bench)
     if abs(own - 1) < 0.05:
         raise NotChecked("the whole of the own write is read, which `exclusive-sum` reports")
-    numbers = {"own write read": own}
+    errors = {"own write read": abs(own)}
     if bench.module.ridge is not None:
-        numbers["moved by a later key of the own chunk"] = moved = own_keys(bench)
-        if abs(own) < TOLERANCE <= moved:
-            return judged(
-                False,
-                "a chunk's reads depend on its own keys: they are in the Gram too early",
-                numbers,
-                TOLERANCE,
-            )
-    return judged(abs(own) < TOLERANCE, f"a chunk reads {own:.3g} of its own write", numbers, TOLERANCE)
+        errors["moved by a later key of the own chunk"] = own_keys(bench)
+    found = f"a chunk reads {own:.3g} of its own write"
+    early = "a chunk's reads depend on its own keys: they are in the Gram too early"
+    return within(errors, found, dict(zip(errors, (found, early), strict=False)))
 
 
 def own_keys(bench: Bench) -> float:
@@ -167,11 +136,8 @@ def sign(bench: Bench, expected: Any) -> Outcome:
     row = bench.scale * bench.units(1)[0]
     target = torch.cat([row.expand(bench.chunk, -1), bench.zeros(bench.chunk)])
     value = float((bench.response(bench.same(len(target)), target)[bench.chunk :] @ row).mean() / (row @ row))
-    found = (
-        "outputs move towards the target"
-        if value > 0
-        else "outputs move away from the target: the sign is wrong"
-    )
+    found = "outputs move towards the target"
+    found = found if value > 0 else "outputs move away from the target: the sign is wrong"
     return judged(value > 0, found, {"⟨write, target⟩ / ‖target‖²": value})
 
 
@@ -187,31 +153,20 @@ def loss_sum(bench: Bench, expected: Any) -> Outcome:
     if eta:
         ratios.append(size / eta)
         numbers["over η"] = size / eta
-    try:
-        with bench.module.resized(bench.chunk * 2) as longer:
-            bank = bench.bank
-            if len(bank) >= longer.chunk_size:
-                other = Bench(longer, 0)
-                other.bank, other.scale = bank, bench.scale
-                ratios.append(abs(other.kappa()) / size)
-                numbers["in chunks twice as long, over this"] = ratios[-1]
-    except NotChecked:
-        pass
+    with suppress(NotChecked), bench.module.resized(bench.chunk * 2) as longer:
+        if len(bench.bank) >= longer.chunk_size:
+            other = Bench(longer, 0)
+            other.bank, other.scale = bench.bank, bench.scale
+            ratios.append(abs(other.kappa()) / size)
+            numbers["in chunks twice as long, over this"] = ratios[-1]
     if not ratios:
         raise NotChecked("neither η nor another chunk size is known, so a mean looks the same as a sum")
-    holds = all(abs(ratio - 1) < TOLERANCE for ratio in ratios)
-    found = (
-        "each token writes η VᵀZ, whatever the chunk's length"
-        if holds
-        else (
-            f"each token writes {numbers.get('over η', float('nan')):.4g} of η"
-            if eta
-            else "a token writes less in a longer chunk"
-        )
-    )
-    if not holds and eta and abs(size / eta * bench.chunk - 1) < 0.05:
+    if all(abs(ratio - 1) < TOLERANCE for ratio in ratios):
+        return judged(True, "each token writes η VᵀZ, whatever the chunk's length", numbers, TOLERANCE)
+    found = f"each token writes {ratios[0]:.4g} of η" if eta else "a token writes less in a longer chunk"
+    if eta and abs(size / eta * bench.chunk - 1) < 0.05:
         found += f": a mean over the chunk of {bench.chunk}"
-    return judged(holds, found, numbers, TOLERANCE)
+    return judged(False, found, numbers, TOLERANCE)
 
 
 def no_normalization(bench: Bench, expected: Any) -> Outcome:
@@ -226,26 +181,15 @@ def no_normalization(bench: Bench, expected: Any) -> Outcome:
     targets = _degree(bench.response(x, target / 2)[bench.chunk :], bench.unit)
     row = bench.scale * bench.units(1)[0]
     first = bench.constant(row, bench.chunk)
-    bank = bench.bank
-    try:
-        bench.bank = 1.5 * bank
+    with overriding([bench], bank=1.5 * bench.bank):
         second = bench.constant(row, bench.chunk)
-    finally:
-        bench.bank = bank
     keys = float((first * second).sum() / (first * first).sum())
-    holds = abs(targets - 1) < TOLERANCE and abs(keys - 1) < TOLERANCE
-    found = (
-        "writes are bilinear in keys and targets"
-        if holds
-        else (
-            f"a write grows with power {targets:.3g} of its targets"
-            if abs(targets - 1) >= TOLERANCE
-            else f"with keys 1.5 times as large, a key's write is {keys:.3g} of VᵀZ"
-        )
-    )
-    return judged(
-        holds, found, {"power of the targets": targets, "write at 1.5 Z, over VᵀZ": keys}, TOLERANCE
-    )
+    bad = {
+        "power of the targets, less 1": f"a write grows with power {targets:.3g} of its targets",
+        "write at 1.5 Z over VᵀZ, less 1": f"with keys 1.5 times as large, a write is {keys:.3g} of VᵀZ",
+    }
+    errors = dict(zip(bad, (abs(targets - 1), abs(keys - 1)), strict=True))
+    return within(errors, "writes are bilinear in keys and targets", bad)
 
 
 def plain_sum(bench: Bench, expected: Any) -> Outcome:
@@ -263,48 +207,32 @@ def plain_sum(bench: Bench, expected: Any) -> Outcome:
         still = bench.run(bench.tiled(tokens), bench.zeros(tokens))
     drift = bench.size(still[-bench.chunk :] - still[: bench.chunk])
     series = [reads[i, 0].item() for i in range(1, CHUNKS)]
-    found = (
-        "writes add up and stay"
-        if max(spread, drift) < TOLERANCE
-        else (
-            f"the first chunk's write is read with weights {', '.join(f'{r:.3g}' for r in series)} by the "
-            "chunks after it"
-            if spread >= TOLERANCE
-            else "the weight changes although nothing is written"
-        )
-    )
-    return judged(
-        max(spread, drift) < TOLERANCE,
-        found,
-        {"weights of the first write": series, "spread": spread, "drift of W0": drift},
-        TOLERANCE,
-    )
+    weights = ", ".join(f"{r:.3g}" for r in series)
+    bad = {
+        "spread": f"the first chunk's write is read with weights {weights} by the chunks after it",
+        "drift of W0": "the weight changes although nothing is written",
+    }
+    errors = dict(zip(bad, (spread, drift), strict=True))
+    return within(errors, "writes add up and stay", bad, more={"weights of the first write": series})
 
 
 def eta(bench: Bench, expected: Any) -> Outcome:
     """Measures the size of one token's write. It is a choice, since the paper states no η."""
     value = abs(bench.kappa())
+    found, numbers = f"η = {value:.4g}", {"η": value}
     if bench.module.ridge is not None:
-        return Outcome(
-            "extension",
-            f"η = {value:.4g} multiplies the output of a least-squares map",
-            {"η": value},
-            TOLERANCE,
-        )
+        return Outcome("extension", f"{found} multiplies the output of a least-squares map", numbers)
     if expected is not None:
-        holds = any(abs(value / e - 1) < TOLERANCE for e in expected)
-        return judged(holds, f"η = {value:.4g}", {"η": value}, TOLERANCE)
-    return Outcome("unspecified", f"η = {value:.4g}", {"η": value}, TOLERANCE)
+        return judged(any(abs(value / e - 1) < TOLERANCE for e in expected), found, numbers, TOLERANCE)
+    return Outcome("unspecified", found, numbers)
 
 
 def chunk_size(bench: Bench, expected: Any) -> Outcome:
     """Finds the step of the outputs at the module's own chunk size, with equal keys and equal targets."""
-    own = bench.module.own_chunk
+    own, found = bench.module.own_chunk, bench.chunk
     if own > _LARGE_CHUNK:
         raise NotChecked(f"chunks of {own} tokens are too long to build here")
-    if own == bench.module.chunk_size:
-        found = bench.chunk
-    else:
+    if own != bench.module.chunk_size:
         with bench.module.resized(own) as module:
             measured = measured_chunk(module, own, bench.bank[0])
         if measured is None:
@@ -317,11 +245,8 @@ def chunk_size(bench: Bench, expected: Any) -> Outcome:
 
 def _instead(bench: Bench, what: str) -> Outcome:
     """Returns "extension" for a rule other than the paper's. The item `least-squares` checks that rule."""
-    return Outcome(
-        "extension",
-        f"{what} (λ = {bench.module.ridge:g}); `least-squares` measures it",
-        {"λ": bench.module.ridge},
-    )
+    found = f"{what} (λ = {bench.module.ridge:g}); `least-squares` measures it"
+    return Outcome("extension", found, {"λ": bench.module.ridge})
 
 
 def own_write(bench: Bench) -> float:

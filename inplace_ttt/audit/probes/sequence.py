@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..outcome import TOLERANCE, NotChecked, Outcome, judged
+from ..outcome import TOLERANCE, NotChecked, Outcome, judged, within
 from .bench import Bench, error
 from .rule import follows
 
@@ -23,17 +23,15 @@ def document_reset(bench: Bench, expected: Any) -> Outcome:
     effect = bench.response(x, target, documents=lengths)
     leaked = bench.size(effect[lengths[0] :])
     bench.yardstick(effect[: lengths[0]])
-    found = (
-        "a document starts from W0"
-        if leaked < TOLERANCE
-        else f"a document reads a write of the one before it, with {leaked:.3g} times its effect"
-    )
-    numbers = {"read of another document": leaked}
+    errors = {"read of another document": leaked}
     if bench.module.ridge is not None:
-        numbers["changed by another document's keys"] = kept = _keys_kept(bench)
-        if leaked < TOLERANCE <= kept:
-            return judged(False, "the Gram of a document goes on into the next one", numbers, TOLERANCE)
-    return judged(leaked < TOLERANCE, found, numbers, TOLERANCE)
+        errors["changed by another document's keys"] = _keys_kept(bench)
+    bad = {
+        "read of another document": "a document reads a write of the one before it, with {off:.3g} times its "
+        "effect",
+        "changed by another document's keys": "the Gram of a document goes on into the next one",
+    }
+    return within(errors, "a document starts from W0", bad)
 
 
 def _keys_kept(bench: Bench) -> float:
@@ -58,16 +56,12 @@ def document_grid(bench: Bench, expected: Any) -> Outcome:
     packed = bench.response(packed_x, torch.cat([bench.zeros(first), target]), documents=[first, second])[
         first:
     ]
-    off = bench.size(packed - alone)
-    found = (
-        "a packed document computes the same as alone"
-        if off < TOLERANCE
-        else (
-            f"a packed document differs from the document alone by {off:.3g} times one write's effect: "
-            "its chunks do not start with it"
-        )
+    return within(
+        {"packed against alone": bench.size(packed - alone)},
+        "a packed document computes the same as alone",
+        "a packed document differs from the document alone by {off:.3g} times one write's effect: "
+        "its chunks do not start with it",
     )
-    return judged(off < TOLERANCE, found, {"packed against alone": off}, TOLERANCE)
 
 
 def padding(bench: Bench, expected: Any) -> Outcome:
@@ -83,13 +77,8 @@ def padding(bench: Bench, expected: Any) -> Outcome:
     off["padded at the left"] = bench.size(padded - alone)
     padded = bench.run(torch.cat([x, junk_x]), torch.cat([target, junk]), padding=mask >= tokens)[:tokens]
     off["padded at the right"] = bench.size(padded - alone)
-    worst = max(off, key=lambda name: off[name])
-    found = (
-        "padding is in no chunk and writes nothing"
-        if off[worst] < TOLERANCE
-        else f"a row {worst} differs by {off[worst]:.3g} times one write's effect"
-    )
-    return judged(off[worst] < TOLERANCE, found, off, TOLERANCE)
+    bad = "a row {name} differs by {off:.3g} times one write's effect"
+    return within(off, "padding is in no chunk and writes nothing", bad)
 
 
 def rows(bench: Bench, expected: Any) -> Outcome:
@@ -105,14 +94,9 @@ def rows(bench: Bench, expected: Any) -> Outcome:
         raise
     except Exception as error:
         return judged(False, f"a batch of two rows raises {type(error).__name__}", {"rows": 2})
-    off = [bench.size(together[row] - bench.run(inputs[row], targets[row])) for row in range(2)]
-    holds = max(off) < TOLERANCE
-    found = (
-        "rows are independent"
-        if holds
-        else f"row {off.index(max(off))} differs from itself alone by {max(off):.3g} times one write's effect"
-    )
-    return judged(holds, found, {"row 0 against alone": off[0], "row 1 against alone": off[1]}, TOLERANCE)
+    off = {f"row {row}": bench.size(together[row] - bench.run(inputs[row], targets[row])) for row in range(2)}
+    bad = "{name} of two differs from itself alone by {off:.3g} times one write's effect"
+    return within(off, "rows are independent", bad)
 
 
 def reset_keeps_training(bench: Bench, expected: Any) -> Outcome:
@@ -140,16 +124,9 @@ def reset_keeps_training(bench: Bench, expected: Any) -> Outcome:
         with torch.no_grad(), module.guarded():
             module.fast_weight.add_(change.to(module.fast_weight))
             moved = ways[name](bench, x, none) - before[name]
-        off[name] = float(torch.linalg.vector_norm(moved - wanted) / torch.linalg.vector_norm(wanted))
-    worst = max(off, key=lambda name: off[name])
-    found = (
-        "a new document reads the trained W0"
-        if off[worst] < TOLERANCE
-        else f"{worst}, another W0 than the trained one is read"
-    )
-    return judged(
-        off[worst] < TOLERANCE, found, {f"error {name}": error for name, error in off.items()}, TOLERANCE
-    )
+        off[name] = error(moved, wanted)
+    bad = "{name}, another W0 than the trained one is read"
+    return within(off, "a new document reads the trained W0", bad)
 
 
 def _after_boundary(bench: Bench, x: Tensor, none: Tensor) -> Tensor:
@@ -182,11 +159,8 @@ def context_parallel(bench: Bench, expected: Any) -> Outcome:
         ranks = bench.module.ranks(x[None], target[None], 3)[0].double().cpu()
         none = bench.module.ranks(x[None], 0 * target[None], 3)[0].double().cpu()
     off = error(ranks - none, bench.response(x, target))
-    found = (
-        "three ranks compute the same as one"
-        if off < TOLERANCE
-        else f"three ranks differ from one by {off:.3g} of all that is read"
-    )
-    return judged(
-        off < TOLERANCE, found + " (emulated in one process)", {"three ranks against one": off}, TOLERANCE
+    return within(
+        {"three ranks against one": off},
+        "three ranks compute the same as one (emulated in one process)",
+        "three ranks differ from one by {off:.3g} of all that is read (emulated in one process)",
     )

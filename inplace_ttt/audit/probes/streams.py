@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..outcome import TOLERANCE, NotChecked, Outcome, judged
+from ..outcome import TOLERANCE, NotChecked, Outcome, judged, within
 from .bench import Bench
 from .target import zero_tap
 
@@ -46,13 +46,8 @@ def _split(bench: Bench, splits: dict[str, Sequence[int]], how: str) -> Outcome:
         off = {}
         for name, pieces in splits.items():
             off[name] = bench.size(bench.stream_response(x, target, list(pieces))[2 * chunk :] - whole)
-    worst = max(off, key=lambda name: off[name])
-    found = (
-        f"{how}, as in one call"
-        if off[worst] < TOLERANCE
-        else f"{how} ({worst}), outputs differ by {off[worst]:.3g} times one write's effect"
-    )
-    return judged(off[worst] < TOLERANCE, found, off, TOLERANCE)
+    bad = f"{how} ({{name}}), outputs differ by {{off:.3g}} times one write's effect"
+    return within(off, f"{how}, as in one call", bad)
 
 
 def streaming_target(bench: Bench, expected: Any) -> Outcome:
@@ -75,20 +70,12 @@ def streaming_target(bench: Bench, expected: Any) -> Outcome:
     off = float((whole_shape - stream_shape).abs().max())
     seen = [chunk // 2 - t for t, size in enumerate(stream_shape.tolist()) if size > 1e-3]
     ahead = max(seen, default=0)
-    found = (
-        "targets take in the same tokens as in one call"
-        if off < TOLERANCE
-        else (
-            f"streaming, targets take in tokens up to t{ahead:+d} only"
-            if ahead <= 0
-            else "streaming changes the target"
-        )
-    )
-    return judged(
-        off < TOLERANCE,
-        found,
-        {"difference of the targets": off, "taps while streaming": sorted(seen)},
-        TOLERANCE,
+    short = f"streaming, targets take in tokens up to t{ahead:+d} only"
+    return within(
+        {"difference of the targets": off},
+        "targets take in the same tokens as in one call",
+        short if ahead <= 0 else "streaming changes the target",
+        more={"taps while streaming": sorted(seen)},
     )
 
 
@@ -104,12 +91,11 @@ def stream_reset(bench: Bench, expected: Any) -> Outcome:
         stream.reset()
         after = bench.stream(x, target, pieces, stream)
     off = bench.size(after - bench.stream(x, target, pieces))
-    found = (
-        "a reset leaves nothing of the sequence before"
-        if off < TOLERANCE
-        else f"after a reset, outputs differ by {off:.3g} times one write's effect"
+    return within(
+        {"after a reset against fresh": off},
+        "a reset leaves nothing of the sequence before",
+        "after a reset, outputs differ by {off:.3g} times one write's effect",
     )
-    return judged(off < TOLERANCE, found, {"after a reset against fresh": off}, TOLERANCE)
 
 
 def generated_tokens(bench: Bench, expected: Any) -> Outcome:
@@ -122,18 +108,9 @@ def generated_tokens(bench: Bench, expected: Any) -> Outcome:
     numbers = {"write of tokens read alone": share}
     if choice is not None and choice != writes:
         meant = "write" if choice else "write nothing"
-        return judged(
-            False,
-            f"tokens read alone are meant to {meant}, and do {'not ' * (not writes)}write",
-            numbers,
-            TOLERANCE,
-        )
-    return Outcome(
-        "unspecified",
-        "generated tokens write" if writes else "generated tokens do not write",
-        numbers,
-        TOLERANCE,
-    )
+        found = f"tokens read alone are meant to {meant}, and do {'not ' * (not writes)}write"
+        return judged(False, found, numbers, TOLERANCE)
+    return Outcome("unspecified", f"generated tokens {'' if writes else 'do not '}write", numbers, TOLERANCE)
 
 
 def refuse_blind_streams(bench: Bench) -> None:

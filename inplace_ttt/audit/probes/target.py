@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..outcome import TOLERANCE, NotChecked, Outcome, judged
+from ..outcome import TOLERANCE, NotChecked, Outcome, judged, within
 from .bench import Bench
 
 _VISIBLE = 0.02
@@ -38,16 +38,11 @@ def conv_depthwise(bench: Bench, expected: Any) -> Outcome:
     if total == 0:
         raise NotChecked("an impulse in the target source changes nothing")
     across = float(((total**2 - inside**2).clamp(min=0)).sqrt() / total)
-    found = (
-        "each channel has its own kernel"
-        if across < TOLERANCE
-        else f"{across:.0%} of a channel's response is in other channels"
-    )
-    return judged(
-        across < TOLERANCE,
-        found,
-        {"response in other channels": across, "kernel": list(conv.shape)},
-        TOLERANCE,
+    return within(
+        {"response in other channels": across},
+        "each channel has its own kernel",
+        "{off:.0%} of a channel's response is in other channels",
+        more={"kernel": list(conv.shape)},
     )
 
 
@@ -77,12 +72,11 @@ def conv_bias(bench: Bench, expected: Any) -> Outcome:
         none = bench.run(x, bench.zeros(tokens))
     # A bias does not grow with the targets, so it is compared with a write of targets of norm 1.
     size = bench.size((written - none)[bench.chunk :]) * bench.scale
-    found = (
-        "nothing is written where the target source is zero"
-        if size < TOLERANCE
-        else f"a zero source writes, with {size:.3g} times one write's effect"
+    return within(
+        {"write of a zero source": size},
+        "nothing is written where the target source is zero",
+        "a zero source writes, with {off:.3g} times one write's effect",
     )
-    return judged(size < TOLERANCE, found, {"write of a zero source": size}, TOLERANCE)
 
 
 def conv_lookahead(bench: Bench, expected: Any) -> Outcome:
@@ -122,17 +116,10 @@ def conv_isolation(bench: Bench, expected: Any) -> Outcome:
     taps = _offsets(bench)
     inside = torch.tensor([float(sum(0 <= t + o < chunk for o in taps)) for t in range(chunk)])
     sides["padding that is not zero"] = float((counts - inside).abs().max()) / bench.kernel
-    worst = max(sides, key=lambda name: sides[name])
-    found = (
-        "the convolution ends at the chunk's edges, with zeros beyond"
-        if sides[worst] < TOLERANCE
-        else (
-            f"the convolution reaches {worst}"
-            if "chunk" in worst
-            else "tokens at the edge take in something from beyond it"
-        )
-    )
-    return judged(sides[worst] < TOLERANCE, found, sides, TOLERANCE)
+    bad = dict.fromkeys(sides, "the convolution reaches {name}") | {
+        "padding that is not zero": "tokens at the edge take in something from beyond it"
+    }
+    return within(sides, "the convolution ends at the chunk's edges, with zeros beyond", bad)
 
 
 def conv_before_projection(bench: Bench, expected: Any) -> Outcome:
@@ -141,14 +128,9 @@ def conv_before_projection(bench: Bench, expected: Any) -> Outcome:
     The result then depends on the order of the two maps, and not on a transposition.
     """
     d = bench.module.d
-    p = bench.random(d, d)
+    p, mixed = bench.random(d, d), bench.random(d)
     p = p + p.T
-    taps = torch.zeros(d, bench.kernel, dtype=torch.float64)
-    taps[:, bench.kernel // 2] = bench.random(d)
-    row = bench.scale * bench.units(1)[0]
-    with bench.generator_of(taps, p):
-        found = bench.constant(row, bench.chunk).mean(0)
-    mixed = taps.sum(1)
+    found, row = _of_constant(bench, mixed, p)
     first, last = _cosine(found, (mixed * row) @ p), _cosine(found, mixed * (row @ p))
     text = "convolution first, then P" if first >= last else "P first, then the convolution"
     return judged(first >= last, text, {"cosine, conv then P": first, "cosine, P then conv": last}, TOLERANCE)
@@ -159,22 +141,24 @@ def projection_untransposed(bench: Bench, expected: Any) -> Outcome:
     if bench.module.proj is None:
         return judged(False, "P is missing: the target is the convolution's output", {}, TOLERANCE)
     p = bench.random(bench.module.d, bench.module.d)
-    row = bench.scale * bench.units(1)[0]
-    taps = torch.zeros(bench.module.d, bench.kernel)
-    taps[:, bench.kernel // 2] = 1
-    with bench.generator_of(taps, p):
-        found = bench.constant(row, bench.chunk).mean(0)
+    found, row = _of_constant(bench, torch.ones(bench.module.d), p)
     straight, transposed = _cosine(found, row @ p), _cosine(found, row @ p.T)
     if max(straight, transposed) < 0.9:
         raise NotChecked(f"the target is neither X P nor X Pᵀ (cosines {straight:.3g}, {transposed:.3g})")
-    text = (
-        "P from the right, as stored"
-        if straight >= transposed
-        else "P is applied transposed, as an ordinary linear layer would"
-    )
-    return judged(
-        straight >= transposed, text, {"cosine with X P": straight, "cosine with X Pᵀ": transposed}, TOLERANCE
-    )
+    text = "P is applied transposed, as an ordinary linear layer would"
+    if straight >= transposed:
+        text = "P from the right, as stored"
+    numbers = {"cosine with X P": straight, "cosine with X Pᵀ": transposed}
+    return judged(straight >= transposed, text, numbers, TOLERANCE)
+
+
+def _of_constant(bench: Bench, middle: Tensor, proj: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns η V [d] of a constant source, and the source [d], with these taps in the middle and this P."""
+    taps = torch.zeros(bench.module.d, bench.kernel, dtype=torch.float64)
+    taps[:, bench.kernel // 2] = middle
+    row = bench.scale * bench.units(1)[0]
+    with bench.generator_of(taps, proj):
+        return bench.constant(row, bench.chunk).mean(0), row
 
 
 def _taps(bench: Bench) -> Tensor:

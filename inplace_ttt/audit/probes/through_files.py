@@ -1,4 +1,4 @@
-"""Probe of files. Checkpoints, adapters, the reference format and sessions must restore their contents.
+"""Probe of files. Checkpoints, adapters and the reference format must restore their contents.
 
 A small model with the same settings is used.
 """
@@ -18,9 +18,7 @@ from ...checkpoint.reading import Checkpoint
 from ...checkpoint.reference_format import read_reference_format, write_reference_format
 from ...checkpoint.to_adapter import save_adapter
 from ...errors import InPlaceTTTError
-from ...families import CACHE
 from ...session.plain_model import plain_copy
-from ...session.session import Session
 from ...surgery import config_of, fast_weights
 from ..borrowing import small_chunks
 from ..outcome import Outcome, judged
@@ -42,46 +40,26 @@ def through_a_file(whole: WholeModel, expected: Any) -> Outcome:
         changed = [f"layer {i}'s {name}" for i, layer in whole.layers.items() for name in _not_as_held(layer)]
     if changed:
         return judged(False, f"{changed[0]} differs in a state dict from the model", {"changed": changed}, 0)
+    config, numbers, wrong = whole.config, dict[str, Any](), list[str]()
+    etas = tuple(factor * (config.eta_of(0) or 1.0) for factor in (1.0, 0.5, 2.0))
     # the reference format cannot hold a list of η
-    single = dataclasses.replace(whole.config, eta=whole.config.eta_of(0))
-    with (
-        twin(single) as model,
-        Probed.of(model, whole.seed) as probed,
-        tempfile.TemporaryDirectory() as folder,
+    for eta, layers, how, files in (
+        (config.eta_of(0), (0, 1), "", (_checkpoint, _adapter, _reference_format)),
+        (etas, (0, 1, 2), " with an η per layer", (_checkpoint, _adapter)),
     ):
-        model.config.inplace_ttt["config"] = probed.config.to_dict()
-        wrong: list[str] = []
-        numbers: dict[str, Any] = {}
-        for name, file in (
-            ("a checkpoint", _checkpoint),
-            ("an adapter", _adapter),
-            ("the reference format", _reference_format),
+        settings = dataclasses.replace(config, layers=layers, eta=eta)
+        with (
+            twin(settings, layers) as model,
+            Probed.of(model, whole.seed) as probed,
+            tempfile.TemporaryDirectory() as folder,
         ):
-            changed = file(model, probed, Path(folder))
-            numbers[f"{name}: changed"] = changed
-            wrong += [f"{name} does not give back {what}" for what in changed]
-        try:
-            off = numbers["logits through a session"] = _session(model, probed, Path(folder))
-            wrong += [f"a session comes back {off:.2g} away"] * (not off < _OFF)
-        except InPlaceTTTError as refusal:
-            wrong.append(f"a session that was saved does not load: {refusal}")
-    etas = tuple(factor * (whole.config.eta_of(0) or 1.0) for factor in (1.0, 0.5, 2.0))
-    several = dataclasses.replace(whole.config, layers=(0, 1, 2), eta=etas)
-    with (
-        twin(several, (0, 1, 2)) as model,
-        Probed.of(model, whole.seed) as probed,
-        tempfile.TemporaryDirectory() as folder,
-    ):
-        model.config.inplace_ttt["config"] = probed.config.to_dict()
-        for name, file in (("a checkpoint", _checkpoint), ("an adapter", _adapter)):
-            changed = numbers[f"{name} with an η per layer: changed"] = file(model, probed, Path(folder))
-            wrong += [f"{name} with an η per layer does not give back {what}" for what in changed]
-    return judged(
-        not wrong,
-        wrong[0] if wrong else "checkpoint, adapter and session restore every saved tensor and output",
-        numbers,
-        _OFF,
-    )
+            model.config.inplace_ttt["config"] = probed.config.to_dict()
+            for file in files:
+                name = _NAMES[file] + how
+                changed = numbers[f"{name}: changed"] = file(model, probed, Path(folder))
+                wrong += [f"{name} does not give back {what}" for what in changed]
+    found = wrong[0] if wrong else "checkpoint and adapter restore every saved tensor and output"
+    return judged(not wrong, found, numbers, _OFF)
 
 
 def _not_as_held(layer: nn.Module) -> list[str]:
@@ -121,11 +99,8 @@ def _reference_format(model: Any, probed: Probed, folder: Path) -> list[str]:
         for kind, t in kinds.items()
         if not torch.equal(read.tensors[i][kind], t)
     ]
-    same = (read.plan.config.eta, read.plan.config.chunk_size) == (
-        probed.config.eta,
-        probed.config.chunk_size,
-    )
-    return changed if same else [*changed, "η and the chunk size"]
+    settings = (read.plan.config.eta, read.plan.config.chunk_size)
+    return changed + ["η and the chunk size"] * (settings != (probed.config.eta, probed.config.chunk_size))
 
 
 def _unlike(loaded: Any, model: Any, probed: Probed) -> list[str]:
@@ -135,25 +110,12 @@ def _unlike(loaded: Any, model: Any, probed: Probed) -> list[str]:
     if config_of(loaded) != probed.config:
         changed.append("its settings")
     ids = probed.ids(1, 3 * probed.chunk + 2)
-    if (
-        not changed
-        and largest_difference(loaded(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
-        >= _OFF
-    ):
-        changed.append("its logits")
-    return changed
+    both = (one(ids, use_cache=False).logits for one in (loaded, model))
+    return changed or ["its logits"] * (not largest_difference(*both) < _OFF)
 
 
-def _session(model: Any, probed: Probed, folder: Path) -> float:
-    """Saves a session of two rows in the middle of a chunk and loads it.
-
-    Returns:
-        The largest difference of the logits that follow, from those of an uninterrupted session.
-    """
-    known, later = probed.ids(2, 5 * probed.chunk).split([2 * probed.chunk + 5, 3 * probed.chunk - 5], 1)
-    state = Session(model)
-    state.read(known)
-    state.save(folder / "session")
-    again = Session.load(folder / "session", model)
-    unbroken, loaded = (model(later, **{CACHE: s.cache}, use_cache=True).logits for s in (state, again))
-    return largest_difference(loaded, unbroken)
+_NAMES: dict[Any, str] = {
+    _checkpoint: "a checkpoint",
+    _adapter: "an adapter",
+    _reference_format: "the reference format",
+}

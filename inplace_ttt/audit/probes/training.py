@@ -13,7 +13,8 @@ from ...errors import InPlaceTTTError
 from ...layer.overrides import overriding
 from ..limits import gradient_limit, limits
 from ..outcome import NotChecked, Outcome, judged
-from ..probed import Probed, Reading
+from ..prepared import Reading
+from ..probed import Probed
 from ..readings import padded_training_rows, recomputing, training_rows
 from ..recorded_errors import gradient_errors
 from ..whole_model import WholeModel
@@ -41,7 +42,7 @@ def trained(whole: WholeModel) -> Trained:
         NotChecked: if no layer follows it on these rows.
     """
     found, lawful = Trained({}, {}), lawful_layers(whole)
-    with Probed.of(whole.lm, whole.seed) as small, small.with_larger_chunks() as large:
+    with Probed.of(whole.lm, whole.seed) as small, small.with_chunks_of(2 * small.chunk + 5) as large:
         _train(large, padded_training_rows, lawful, found)
     with Probed.of(whole.lm, whole.seed) as small:
         _train(small, training_rows, lawful, found)

@@ -52,13 +52,8 @@ def audit_recipe(
     whole, why = meta_model(recipe), ""
     if data is None:
         data, why = measured_data(recipe, config_of(whole).chunk_size)
-    return _audit(
-        small_model(recipe),
-        Run(recipe, whole, data, why),
-        profile or recipe.audit.profile or "paper",
-        seed,
-        progress,
-    )
+    run, profile = Run(recipe, whole, data, why), profile or recipe.audit.profile or "paper"
+    return _audit(small_model(recipe), run, profile, seed, progress)
 
 
 def gate(
@@ -88,11 +83,8 @@ def write_report(report: Report, output: str | Path) -> Path:
     folder = Path(output)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for ending, text in {
-            "md": report.to_markdown(),
-            "json": json_text(report.to_dict(), indent=1) + "\n",
-            "html": report.to_html(),
-        }.items():
+        data = json_text(report.to_dict(), indent=1) + "\n"
+        for ending, text in (("md", report.to_markdown()), ("json", data), ("html", report.to_html())):
             (folder / f"{REPORT}.{ending}").write_text(text, encoding="utf-8")
     except OSError as error:
         raise InPlaceTTTError(f"cannot write the audit's report into {folder}: {error.strerror}.") from None

@@ -60,39 +60,26 @@ def trained_parameters(run: Run, expected: Any) -> Outcome:
     counts = [(p.numel() or int(getattr(p, "ds_numel", 0)), p.requires_grad) for p in run.model.parameters()]
     total, trained = sum(n for n, _ in counts), sum(n for n, on in counts if on)
     generators = sum(p.numel() for layer in fast_weights(run.model).values() for p in layer.ttt.parameters())
-    found = (
-        "all parameters"
-        if trained == total
-        else f"{trained / total:.2%} of the parameters ({run.recipe.training.trainable})"
-    )
-    return judged(
-        trained == total, found, {"trained": trained, "of": total, "of them conv and P": generators}, 0
-    )
+    found = f"{trained / total:.2%} of the parameters ({run.recipe.training.trainable})"
+    numbers = {"trained": trained, "of": total, "of them conv and P": generators}
+    return judged(trained == total, "all parameters" if trained == total else found, numbers, 0)
 
 
 def learning_rate(run: Run, expected: Any) -> Outcome:
     """Compares the recipe's rates with the paper's, and with the smallest change that float32 can store."""
-    o = run.recipe.training
+    o, own = run.recipe.training, _declared_groups(run)
     continual, scratch = expected
     wanted = scratch if run.from_scratch else (continual,)
-    rates = {
-        "matrices": o.learning_rate,
-        "conv": o.conv_learning_rate or o.learning_rate,
-        "P": o.proj_learning_rate or o.learning_rate,
-    }
+    rates = {"matrices": o.learning_rate, "conv": own["conv"][0], "P": own["proj"][0]}
     if o.gate_learning_rate is not None:
         rates["the gate"] = o.gate_learning_rate
     text = f"{o.learning_rate:g}" + "".join(f", {k} {r:g}" for k, r in rates.items() if r != o.learning_rate)
     paths = {kind: rate * run.recipe.steps for kind, rate in rates.items()}
     still = [kind for kind, path in paths.items() if path < _STILL]
     if still:
-        found = (
-            f"{rates[still[0]]:g} for {still[0]}: in {run.recipe.steps} steps an entry moves by "
-            f"{paths[still[0]]:.1g} at most"
-        )
-        return judged(
-            False, f"{found}, too little to change 0.02 in float32", {**rates, "paths": paths}, _STILL
-        )
+        kind, numbers = still[0], {**rates, "paths": paths}
+        found = f"{rates[kind]:g} for {kind}: in {run.recipe.steps} steps an entry moves by {paths[kind]:.1g}"
+        return judged(False, f"{found} at most, too little to change 0.02 in float32", numbers, _STILL)
     if not any(abs(o.learning_rate / w - 1) < 1e-6 for w in wanted):
         return judged(False, text, {**rates, "expected": list(wanted)}, 0)
     if len(set(rates.values())) > 1:
@@ -105,79 +92,55 @@ def training_loss(run: Run, expected: Any) -> Outcome:
     settings = run.recipe.training.distillation
     if settings is None:
         return judged(True, "cross-entropy of the next token", {}, 0)
-    found = (
-        f"{settings.weight:g} of it compares with the model's own answers with full attention and without "
-        "writes"
-    )
-    return Outcome("extension", found, {"weight": settings.weight, "temperature": settings.temperature}, 0)
+    found = "compares with the model's own answers with full attention and without writes"
+    numbers = {"weight": settings.weight, "temperature": settings.temperature}
+    return Outcome("extension", f"{settings.weight:g} of it {found}", numbers, 0)
 
 
 def weight_decay(run: Run, expected: Any) -> Outcome:
     """Compares the decay of matrices with the paper's; the decay of conv and P is a choice."""
     o = run.recipe.training
     numbers = {"matrices": o.weight_decay, "conv": o.conv_weight_decay, "P": o.proj_weight_decay}
-    return judged(
-        o.weight_decay == expected,
-        f"{o.weight_decay:g}; conv {o.conv_weight_decay:g}, P {o.proj_weight_decay:g}",
-        numbers,
-        0,
-    )
+    found = f"{o.weight_decay:g}; conv {o.conv_weight_decay:g}, P {o.proj_weight_decay:g}"
+    return judged(o.weight_decay == expected, found, numbers, 0)
 
 
 def schedule(run: Run, expected: Any) -> Outcome:
     """Checks the learning-rate factors, η's warm-up, and that a run reaches the values that are set."""
-    o = run.recipe.training
-    numbers = {
-        "warm-up steps": o.warmup_steps,
-        "of": run.recipe.steps,
-        "η warm-up steps": o.eta_warmup_steps,
-        "end": o.min_lr_ratio,
-    }
-    text = f"{o.lr_scheduler} to {o.min_lr_ratio:g}, {o.warmup_steps} of {run.recipe.steps} steps of warm-up"
-    factors = {
-        group: [parameters.schedule(o, run.recipe.steps, group)(step) for step in range(run.recipe.steps)]
-        for group in _GROUPS
-    }
-    for group, values in factors.items():
-        off = max(abs(a - b) for a, b in zip(values, _declared_factors(run, group), strict=True))
+    o, steps = run.recipe.training, run.recipe.steps
+    numbers: dict[str, Any] = {"warm-up steps": o.warmup_steps, "of": steps}
+    numbers |= {"η warm-up steps": o.eta_warmup_steps, "end": o.min_lr_ratio}
+    highest = {"η": min(1.0, steps / (o.eta_warmup_steps + 1))}
+    for group in _GROUPS:
+        factor = parameters.schedule(o, steps, group)
+        values = [factor(step) for step in range(steps)]
+        off = max(abs(value - _declared_factor(run, group, step)) for step, value in enumerate(values))
         if off > 1e-6:
-            return judged(
-                False,
-                f"the rate of {group} differs from the {o.lr_scheduler} schedule by {off:.0%} of its peak",
-                numbers,
-                1e-6,
-            )
+            found = f"the rate of {group} differs from the {o.lr_scheduler} schedule by {off:.0%} of its peak"
+            return judged(False, found, numbers, 1e-6)
+        highest[group] = max(values)
     if wrong := _eta_warmup(run):
         return judged(False, wrong, numbers, 1e-6)
-    highest = {group: max(values) for group, values in factors.items()} | {
-        "η": min(1.0, run.recipe.steps / (o.eta_warmup_steps + 1))
-    }
     low = min(highest, key=lambda group: highest[group])
     if highest[low] < _REACHED:
-        found = f"in its {run.recipe.steps} steps {low} reaches {highest[low]:.2g} of its setting"
+        found = f"in its {steps} steps {low} reaches {highest[low]:.2g} of its setting"
         return judged(False, found, {**numbers, "highest": highest}, _REACHED)
-    return Outcome(
-        "unspecified", text + (f", η over {o.eta_warmup_steps}" if o.eta_warmup_steps else ""), numbers
-    )
+    text = f"{o.lr_scheduler} to {o.min_lr_ratio:g}, {o.warmup_steps} of {steps} steps of warm-up"
+    text += f", η over {o.eta_warmup_steps}" if o.eta_warmup_steps else ""
+    return Outcome("unspecified", text, numbers)
 
 
-def _declared_factors(run: Run, group: str) -> list[float]:
-    """Returns the factor of each step: linear warm-up, then the recipe's decay."""
-    o, steps = run.recipe.training, run.recipe.steps
-    warmup = (
-        o.warmup_steps
-        if group not in ("conv", "proj", "gate") or o.ttt_warmup_steps is None
-        else o.ttt_warmup_steps
-    )
-    found = []
-    for step in range(steps):
-        done = (step - warmup) / max(1, steps - warmup)
-        left = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[
-            o.lr_scheduler
-        ]
-        low = 0.0 if o.lr_scheduler == "constant" else o.min_lr_ratio
-        found.append((step + 1) / (warmup + 1) if step < warmup else low + (1 - low) * left)
-    return found
+def _declared_factor(run: Run, group: str, step: int) -> float:
+    """Returns the factor of a step: linear warm-up, then the recipe's decay."""
+    o, warmup, kind = run.recipe.training, run.recipe.training.warmup_steps, run.recipe.training.lr_scheduler
+    if group in ("conv", "proj", "gate") and o.ttt_warmup_steps is not None:
+        warmup = o.ttt_warmup_steps
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    done = (step - warmup) / max(1, run.recipe.steps - warmup)
+    left = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[kind]
+    low = 0.0 if kind == "constant" else o.min_lr_ratio
+    return low + (1 - low) * left
 
 
 def _eta_warmup(run: Run) -> str:
@@ -191,10 +154,8 @@ def _eta_warmup(run: Run) -> str:
             for index, layer in layers.items():
                 wanted = own[index] * min(1.0, (step + 1) / (warmup + 1))
                 if abs(layer.eta - wanted) > 1e-6 * abs(own[index]):
-                    return (
-                        f"at step {step} of its warm-up layer {index} writes with η {layer.eta:g} instead "
-                        f"of {wanted:g}"
-                    )
+                    found = f"layer {index} writes with η {layer.eta:g} instead of {wanted:g}"
+                    return f"at step {step} of its warm-up {found}"
     finally:
         for index, layer in layers.items():
             layer.fast.eta = own[index]
@@ -211,6 +172,14 @@ def optimizer(run: Run, expected: Any) -> Outcome:
     return Outcome("unspecified", text, numbers)
 
 
+def _declared_groups(run: Run) -> dict[str, tuple[float, float]]:
+    """Returns the recipe's rate and decay of each kind of own parameter."""
+    o = run.recipe.training
+    proj = (o.proj_learning_rate or o.learning_rate, o.proj_weight_decay)
+    conv = (o.conv_learning_rate or o.learning_rate, o.conv_weight_decay)
+    return {"conv": conv, "proj": proj, "gate": (o.gate_learning_rate or proj[0], o.proj_weight_decay)}
+
+
 def _wrongly_grouped(run: Run) -> list[str]:
     """Returns a clause for each parameter that is missing in the optimizer or has a wrong rate or decay."""
     o, model = run.recipe.training, run.model
@@ -223,12 +192,7 @@ def _wrongly_grouped(run: Run) -> list[str]:
         for parameter in group["params"]:
             known.setdefault(id(parameter), []).append((group["lr"], group["weight_decay"]))
     own = {id(p): kind for layer in fast_weights(model).values() for kind, p in _generator(layer).items()}
-    wanted = {
-        "conv": (o.conv_learning_rate or o.learning_rate, o.conv_weight_decay),
-        "proj": (o.proj_learning_rate or o.learning_rate, o.proj_weight_decay),
-    }
-    wanted["gate"] = (o.gate_learning_rate or wanted["proj"][0], o.proj_weight_decay)
-    wrong = []
+    wanted, wrong = _declared_groups(run), []
     for name, parameter in model.named_parameters():
         kind = own.get(id(parameter), "")
         if kind or o.trainable == "all" or (o.trainable == "lora" and "lora_" in name):
@@ -237,9 +201,8 @@ def _wrongly_grouped(run: Run) -> list[str]:
             if not parameter.requires_grad or not found:
                 wrong.append(f"{name} is not optimized")
             elif found != [wanted.get(kind, rest)]:
-                wrong.append(
-                    f"{name} has rate and decay {', '.join(f'{rate:g}, {decay:g}' for rate, decay in found)}"
-                )
+                rates = ", ".join(f"{rate:g}, {decay:g}" for rate, decay in found)
+                wrong.append(f"{name} has rate and decay {rates}")
     return wrong
 
 
@@ -260,29 +223,17 @@ def token_budget(run: Run, expected: Any) -> Outcome:
     if run.from_scratch:
         budgets += expected.get("scratch", ())
     wanted = min(budgets, key=lambda budget: abs(tokens / budget - 1))
-    numbers = {
-        "tokens": tokens,
-        "expected": wanted,
-        "steps": recipe.steps,
-        "rows per step": recipe.rows_per_step,
-    }
-    return judged(
-        abs(tokens / wanted - 1) <= _NEAR,
-        f"{_tokens(tokens)} tokens, {tokens / wanted:.2g} of {_tokens(wanted)}",
-        numbers,
-        _NEAR,
-    )
+    numbers = {"tokens": tokens, "expected": wanted}
+    numbers |= {"steps": recipe.steps, "rows per step": recipe.rows_per_step}
+    found = f"{_tokens(tokens)} tokens, {tokens / wanted:.2g} of {_tokens(wanted)}"
+    return judged(abs(tokens / wanted - 1) <= _NEAR, found, numbers, _NEAR)
 
 
 def stages(run: Run, expected: Any) -> Outcome:
     """Compares the length of the rows with the paper's stages."""
     length = run.recipe.data.sequence_length
-    return judged(
-        length in expected,
-        f"{length:,} tokens per row",
-        {"tokens per row": length, "expected": list(expected)},
-        0,
-    )
+    numbers = {"tokens per row": length, "expected": list(expected)}
+    return judged(length in expected, f"{length:,} tokens per row", numbers, 0)
 
 
 def yarn(run: Run, expected: Any) -> Outcome:
@@ -292,12 +243,10 @@ def yarn(run: Run, expected: Any) -> Outcome:
     rope = dict(getattr(text_config, "rope_parameters", None) or {})
     kind, factor = rope.get("rope_type", "default"), rope.get("factor")
     length = run.recipe.data.sequence_length
-    extended = kind == "yarn"
     wanted = expected is not None and length >= expected
     found = f"{kind}" + (f", factor {factor:g}" if factor else "") + f" at {length:,} tokens per row"
-    return judged(
-        extended == wanted, found, {"rope_type": kind, "factor": factor, "yarn expected": wanted}, 0
-    )
+    numbers = {"rope_type": kind, "factor": factor, "yarn expected": wanted}
+    return judged((kind == "yarn") == wanted, found, numbers, 0)
 
 
 def long_documents(run: Run, expected: Any) -> Outcome:

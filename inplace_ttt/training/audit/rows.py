@@ -93,28 +93,14 @@ def read_rows(recipe: Recipe, data: TrainingData) -> Outcome:
     if recipe.data.recall is not None:  # in this task only some tokens are targets
         del off[_MISSING]
     unlike = _unlike(rows[:2]) or _unlike(rows[-3:])
-    numbers: dict[str, Any] = {
-        "rows": len(rows),
-        "share of places with": off,
-        "different in a batch": unlike,
-    }
-    if unlike:
-        return judged(
-            False, f"a batch of two rows differs from its rows in {' and '.join(unlike)}", numbers, 0
-        )
-    if strange := _in_another_order(recipe, data) or _held_out_otherwise(recipe, data):
-        return judged(False, strange, numbers, 0)
+    numbers = {"rows": len(rows), "share of places with": off, "different in a batch": unlike}
     worst = max(off, key=lambda what: off[what])
-    if off[worst]:
-        return judged(
-            False, f"{worst}, in {off[worst]:.1%} of the places of the first {len(rows)} rows", numbers, 0
-        )
-    return judged(
-        True,
-        f"the first {len(rows)} rows match their documents, and a batch matches its rows",
-        numbers,
-        0,
-    )
+    strange = f"a batch of two rows differs from its rows in {' and '.join(unlike)}" if unlike else ""
+    strange = strange or _in_another_order(recipe, data) or _held_out_otherwise(recipe, data)
+    if not strange and off[worst]:
+        strange = f"{worst}, in {off[worst]:.1%} of the places of the first {len(rows)} rows"
+    found = f"the first {len(rows)} rows match their documents, and a batch matches its rows"
+    return judged(not strange, strange or found, numbers, 0)
 
 
 def _in_another_order(recipe: Recipe, data: TrainingData) -> str:
@@ -129,11 +115,8 @@ def _in_another_order(recipe: Recipe, data: TrainingData) -> str:
     if not met.keys() <= known.keys():
         return "a step reads a row that is not in the run's data"
     epochs = -(-met.total() // len(data.train))
-    return (
-        ""
-        if all(met[key] <= epochs * known[key] for key in met)
-        else "the first epoch reads a row again before it has read the others"
-    )
+    again = any(met[key] > epochs * known[key] for key in met)
+    return "the first epoch reads a row again before it has read the others" if again else ""
 
 
 def _held_out_otherwise(recipe: Recipe, data: TrainingData) -> str:
@@ -143,12 +126,8 @@ def _held_out_otherwise(recipe: Recipe, data: TrainingData) -> str:
     batch = next(batches.held_out_batches(data.validation, recipe, 0))
     for number in range(min(len(data.validation), len(batch["input_ids"]))):
         row = data.validation[number]
-        wanted = {
-            "input_ids": row["input_ids"],
-            "position_ids": row["position_ids"],
-            "shift_labels": [*row["labels"][1:], IGNORED],
-        }
-        for name, values in wanted.items():
+        wanted = {name: row[name] for name in ("input_ids", "position_ids")}
+        for name, values in {**wanted, "shift_labels": [*row["labels"][1:], IGNORED]}.items():
             if batch[name][number].tolist() != list(values):
                 return f"a held-out batch differs from its rows in {name}"
     return ""
@@ -164,9 +143,7 @@ def _unlike(rows: Sequence[dict[str, Any]]) -> list[str]:
     right = {
         name: torch.stack([torch.as_tensor(row[name], dtype=torch.int64) for row in rows]) for name in rows[0]
     }
-    return [
-        name for name, tensor in right.items() if name not in batch or not torch.equal(batch[name], tensor)
-    ]
+    return [name for name, t in right.items() if name not in batch or not torch.equal(batch[name], t)]
 
 
 def _off(rows: Sequence[dict[str, Any]], wanted: Sequence[list[Place]]) -> dict[str, float]:

@@ -40,13 +40,9 @@ def small_model(recipe: Recipe) -> PreTrainedModel:
     attention = "eager" if recipe.model.attn_implementation == "eager" else "sdpa"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = (
-            auto_class(config)
-            .from_config(config, dtype=getattr(torch, recipe.model.dtype), attn_implementation=attention)
-            .eval()
-        )
-        narrow = _narrowed_ttt(ttt, factor)
-        convert(model, narrow)
+        dtype, narrow = getattr(torch, recipe.model.dtype), _narrowed_ttt(ttt, factor)
+        made = auto_class(config).from_config(config, dtype=dtype, attn_implementation=attention)
+        model = convert(made.eval(), narrow)
         if ttt.needs_calibration:
             rank = 0 if narrow.whitening is None else narrow.whitening.rank
             tokens = max(_CALIBRATION_TOKENS, 2 * rank if isinstance(rank, int) else 0)
@@ -65,11 +61,8 @@ def _narrowed(config: PreTrainedConfig) -> tuple[PreTrainedConfig, int]:
     text = config.get_text_config()
     widths = {name: value for name in _WIDTHS if isinstance(value := getattr(text, name, None), int)}
     common = math.gcd(attention_heads(text)[1], *widths.values())
-    factor = max(
-        f
-        for f in range(1, common + 1)
-        if common % f == 0 and (f == 1 or text.hidden_size // f >= _LEAST_WIDTH)
-    )
+    shared = [f for f in range(1, common + 1) if common % f == 0]
+    factor = max(f for f in shared if f == 1 or text.hidden_size // f >= _LEAST_WIDTH)
     for name, value in widths.items():
         setattr(text, name, value // factor)
     if text.vocab_size > _VOCABULARY:
@@ -82,6 +75,5 @@ def _narrowed_ttt(ttt: InPlaceTTTConfig, factor: int) -> InPlaceTTTConfig:
     """Divides the rank of whitening, which is a width too. A rank given as a fraction is left as it is."""
     if ttt.whitening is None or not isinstance(ttt.whitening.rank, int):
         return ttt
-    return dataclasses.replace(
-        ttt, whitening=dataclasses.replace(ttt.whitening, rank=max(1, ttt.whitening.rank // factor))
-    )
+    rank = max(1, ttt.whitening.rank // factor)
+    return dataclasses.replace(ttt, whitening=dataclasses.replace(ttt.whitening, rank=rank))

@@ -18,11 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .adapters import AuditedModule
-from .borrowing import probe_chunk
-from .copied import CopiedModule, ReferenceMLP
-from .outcome import NotChecked
-from .stream import Stream
+from inplace_ttt.audit import AuditedModule, NotChecked, ReferenceMLP
+from inplace_ttt.audit.borrowing import probe_chunk
+from inplace_ttt.audit.copied import CopiedModule
+from inplace_ttt.audit.stream import Stream
 
 
 class PublicMLP(ReferenceMLP):
