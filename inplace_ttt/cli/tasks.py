@@ -14,7 +14,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from ..checkpoint.reading import Checkpoint
-from ..errors import InPlaceTTTError
+from ..errors import InPlaceTTTError, how_to_install, reported
 from ..evaluation.harness.names import Texts, chosen, require_lm_eval
 from ..evaluation.harness.table import render, table
 from ..evaluation.prompt import Prompter, Task, samples
@@ -47,9 +47,10 @@ def run(args: argparse.Namespace) -> Result:
     notes = texts.without_effect(tasks)
     if args.write_samples:
         return _write_samples(args, tasks, others, lengths, texts)
+    results = Results(args.out)
     require_lm_eval()
-    from ..evaluation.harness.scores import cells_of, cells_of_lm_eval, score
-
+    with reported("lm-eval cannot be imported", how_to_install("eval")):
+        from ..evaluation.harness.scores import cells_of, cells_of_lm_eval, score
     model, tokenizer = load_with_tokenizer(args.path, None, args.dtype)
     refuse_not_finite(model, args.path)
     prompter, seed = Prompter(tokenizer, bool(args.chat)), args.seed or 0
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> Result:
                 "from."
             )
         refuse_other_tokenizer(tokenizer_of(args.base), tokenizer, args.base, _PROBE)
-    results, names = Results(args.out), ["on", "off"] if args.base is None else ["on", "off", "base"]
+    names = ["on", "off"] if args.base is None else ["on", "off", "base"]
     cells = cells_of(tasks, lengths, args.samples or _SAMPLES, seed, texts, prompter)
     if others:
         cells += cells_of_lm_eval(others, args.samples, seed, prompter)

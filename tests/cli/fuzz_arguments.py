@@ -35,7 +35,7 @@ COMMANDS = (
     "evaluate base --lengths 2000 --tasks ruler_vt --samples 1 --seed 1 --write-samples out",
     "evaluate base --lengths 512 --tasks ruler_qa_1 --samples 1 --qa questions.jsonl --text text.txt --write-samples out",
     "evaluate base --lengths 1500 --tasks babilong_qa4,babilong_qa1 --samples 1 --seed 1 --text text.txt other.txt --write-samples out",
-    "evaluate ttt --lengths 900 --tasks babilong_qa4 --samples 1 --text text.txt --base base --chat --dtype float32",
+    "evaluate ttt --lengths 900 --tasks babilong_qa4 --samples 1 --text text.txt --base base --dtype float32",
     "evaluate ttt --tasks task.yaml --samples 1 --batch-size 2",
     "export ttt out --format adapter",
     "export lora out --format full --base base",

@@ -30,7 +30,9 @@ def make_world(folder: Path) -> Path:
         "deepspeed": "ds.json",
     }
     recipe["output"] = str(folder / "run")
-    write_lines(folder / "rows.jsonl", [{"text": text(30, seed=seed), "answer": "whale"} for seed in range(3)])
+    write_lines(
+        folder / "rows.jsonl", [{"text": text(30, seed=seed), "answer": "whale"} for seed in range(3)]
+    )
     task = {"task": "mine", "dataset_path": "json", "output_type": "generate_until", "test_split": "test"}
     task |= {"dataset_kwargs": {"data_files": {"test": str(folder / "rows.jsonl")}}}
     task |= {"doc_to_text": "{{text}}", "doc_to_target": "{{answer}}"}

@@ -55,8 +55,32 @@ def test_means_and_their_errors() -> None:
     assert average["on"]["mean"] == pytest.approx(0.53125) and "low" not in average["on"]
     assert average["difference"]["stderr"] == pytest.approx((0.125**2 + 0.25**2) ** 0.5 / 2)
     text = render(result).splitlines()
-    assert text[1].split() == ["ruler_a", "0.562", "±", "0.258", "0.438", "±", "0.213", "+0.125", "±", "0.125"]
-    assert text[2].split() == ["ruler_b", "0.500", "(0.15", "to", "0.85)", "0.250", "(0.05", "to", "0.70)", "+0.250", "±", "0.250"]
+    assert text[1].split() == [
+        "ruler_a",
+        "0.562",
+        "±",
+        "0.258",
+        "0.438",
+        "±",
+        "0.213",
+        "+0.125",
+        "±",
+        "0.125",
+    ]
+    assert text[2].split() == [
+        "ruler_b",
+        "0.500",
+        "(0.15",
+        "to",
+        "0.85)",
+        "0.250",
+        "(0.05",
+        "to",
+        "0.70)",
+        "+0.250",
+        "±",
+        "0.250",
+    ]
 
 
 def test_a_single_sample_has_no_error() -> None:

@@ -124,7 +124,13 @@ def test_results_of_another_text_are_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, tasks_folder: Path
 ) -> None:
     (tasks_folder / "another.txt").write_text(tiny.text(3000, seed=1), encoding="utf-8")
-    arguments = ["ttt", *["--tasks", "babilong_qa4", "--samples", "1", "--lengths"], LENGTH, "--out", tmp_path]
+    arguments = [
+        "ttt",
+        *["--tasks", "babilong_qa4", "--samples", "1", "--lengths"],
+        LENGTH,
+        "--out",
+        tmp_path,
+    ]
     assert cli.main(["evaluate", *map(str, arguments), "--text", "book.txt"]) == 0
     assert "was made with text '" in refusal(capsys, *arguments, "--text", "another.txt")
 
@@ -168,6 +174,15 @@ def test_a_length_that_cannot_be_is_refused_before_anything_runs(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """1,024 tokens can be asked and are, were 64 not among the lengths."""
-    arguments = ["ttt", "--tasks", "ruler_niah_single_2", "--lengths", "1024,64", "--text", "book.txt", "--out"]
+    arguments = [
+        "ttt",
+        "--tasks",
+        "ruler_niah_single_2",
+        "--lengths",
+        "1024,64",
+        "--text",
+        "book.txt",
+        "--out",
+    ]
     assert "but must fit 64; raise --lengths or leave it out" in refusal(capsys, *arguments, tmp_path)
     assert list(tmp_path.iterdir()) == []

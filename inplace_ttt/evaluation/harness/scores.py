@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from functools import cache, partial
 from math import isclose
 from typing import Any
 
+import datasets
 import lm_eval
 import torch
 from lm_eval.api.task import Task as HarnessTask
@@ -111,6 +113,8 @@ def cells_of_lm_eval(names: Sequence[str], count: int | None, seed: int, prompte
                 f"task {shown(name)} does not exist; --tasks takes {', '.join(FAMILIES)}, their tasks (see "
                 "docs/evaluate.md), lm-eval's own tasks (see `lm-eval ls tasks`), and YAML files."
             )
+    if sys.stderr is None or not sys.stderr.isatty():
+        datasets.disable_progress_bars()  # like our own bars, shown only on a terminal
     manager, loaded = _manager(bool(named)), dict[str, HarnessTask]()
     for name in names:
         with reported(f"lm-eval cannot load {name}", "check its files, or the connection to the hub"):
