@@ -21,11 +21,12 @@ from ..evaluation.prompt import Prompter, Task, samples
 from ..files.folders import new_folder
 from ..files.manifest import SAMPLES, refuse_to_replace
 from ..files.results import Results
+from ..files.text import require_known_ids
 from ..surgery import config_of, disable_ttt
 from . import Result
 from .loading import (
+    load_converted,
     load_plain,
-    load_with_tokenizer,
     note_on_positions,
     refuse_not_finite,
     refuse_other_tokenizer,
@@ -51,9 +52,14 @@ def run(args: argparse.Namespace) -> Result:
     require_lm_eval()
     with reported("lm-eval cannot be imported", how_to_install("eval")):
         from ..evaluation.harness.scores import cells_of, cells_of_lm_eval, score
-    model, tokenizer = load_with_tokenizer(args.path, None, args.dtype)
+    tokenizer, seed = tokenizer_of(args.path), args.seed or 0
+    prompter = Prompter(tokenizer, bool(args.chat))
+    # before the model is loaded, because a task may be unknown
+    cells = cells_of(tasks, lengths, args.samples or _SAMPLES, seed, texts, prompter)
+    cells += cells_of_lm_eval(others, args.samples, seed, prompter) if others else []
+    model = load_converted(args.path, None, args.dtype)
+    require_known_ids(tokenizer, model, args.path)
     refuse_not_finite(model, args.path)
-    prompter, seed = Prompter(tokenizer, bool(args.chat)), args.seed or 0
     notes += _notes(model, lengths)
     if args.base is not None:
         if Checkpoint.open(args.base).section is not None:
@@ -63,9 +69,6 @@ def run(args: argparse.Namespace) -> Result:
             )
         refuse_other_tokenizer(tokenizer_of(args.base), tokenizer, args.base, _PROBE)
     names = ["on", "off"] if args.base is None else ["on", "off", "base"]
-    cells = cells_of(tasks, lengths, args.samples or _SAMPLES, seed, texts, prompter)
-    if others:
-        cells += cells_of_lm_eval(others, args.samples, seed, prompter)
     if config_of(model).prompt_write is not None and (silent := [c.task for c in cells if c.likelihoods]):
         notes.append(f"this model writes only before it answers, so on and off are the same for {silent}.")
     for note in notes:
@@ -84,7 +87,7 @@ def run(args: argparse.Namespace) -> Result:
         "base": args.base,
         "tasks": list(dict.fromkeys(cell.task for cell in cells)),
         "lengths": lengths,
-        "samples": args.samples or _SAMPLES,
+        "samples": args.samples or (_SAMPLES if tasks else None),
         "seed": seed,
         "chat": prompter.chat,
         "chunk_size": chunk_size,

@@ -9,9 +9,9 @@ import pytest
 import tiny
 import torch
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from inplace_ttt import cli, disable_ttt, load
+from inplace_ttt import InPlaceTTTConfig, cli, convert, disable_ttt, load
 from inplace_ttt.evaluation.harness import prompt_lm
 from inplace_ttt.evaluation.harness.generated import lm_eval_tasks
 from inplace_ttt.evaluation.harness.names import TASKS
@@ -161,16 +161,30 @@ def test_tasks_for_lm_eval_itself() -> None:
     assert found["results"]["ruler_vt-1500"]["score_stderr,none"] != "N/A"
 
 
+def task_file(folder: Path, kind: str) -> str:
+    """The name of a file with a task of five texts."""
+    rows = [{"text": tiny.text(180 + 7 * i, seed=i), "answer": i % 2} for i in range(5)]
+    tiny.write_lines(folder / "rows.jsonl", rows)
+    body = KINDS[kind] if kind != "text" else KINDS[kind] + 'doc_to_text: ""\ndoc_to_target: "{{text}}"\n'
+    own = MINE if kind != "text" else MINE.partition("doc_to_text")[0]
+    (folder / f"{kind}.yaml").write_text(own + body)
+    return f"{kind}.yaml"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_task_of_lm_eval(
     kind: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, tasks_folder: Path
 ) -> None:
-    rows = [{"text": tiny.text(180 + 7 * i, seed=i), "answer": i % 2} for i in range(5)]
-    tiny.write_lines(tasks_folder / "rows.jsonl", rows)
-    body = KINDS[kind] if kind != "text" else KINDS[kind] + 'doc_to_text: ""\ndoc_to_target: "{{text}}"\n'
-    own = MINE if kind != "text" else MINE.partition("doc_to_text")[0]
-    (tasks_folder / f"{kind}.yaml").write_text(own + body)
-    arguments = ["--tasks", f"{kind}.yaml", "--samples", 4, "--base", "base", "--batch-size", 2]
+    arguments = [
+        "--tasks",
+        task_file(tasks_folder, kind),
+        "--samples",
+        4,
+        "--base",
+        "base",
+        "--batch-size",
+        2,
+    ]
     result = evaluate(capsys, *arguments, "--out", tmp_path / "out")
     (row,), files = result["rows"], kept(tmp_path / "out")
     said = predictions(tmp_path / "out")
@@ -186,6 +200,23 @@ def test_a_task_of_lm_eval(
     else:
         assert row["difference"]["mean"] == pytest.approx(row["on"]["mean"] - row["off"]["mean"])
         assert row["difference"]["stderr"] is not None and "low" in row["on"]
+
+
+def test_a_model_that_writes_its_prompt_writes_only_before_answers(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, tasks_folder: Path
+) -> None:
+    write = {"conv": "next", "target": "hidden_states", "prompt_write": {"eta": 1.0, "cap": 0.3}}
+    model = convert(AutoModelForCausalLM.from_pretrained("base"), InPlaceTTTConfig(layers=(0,), **write))
+    model.save_pretrained("prompted")
+    AutoTokenizer.from_pretrained("base").save_pretrained("prompted")
+    silent, asked = (task_file(tasks_folder, kind) for kind in ("choice", "continuation"))
+    for file, warned in ((silent, True), (asked, False)):
+        arguments = ["evaluate", "prompted", "--tasks", file, "--samples", "2", "--out", str(tmp_path / file)]
+        assert cli.main([*arguments, "--json"]) == 0
+        result = json.loads(capsys.readouterr().out)
+        said = predictions(tmp_path / file)
+        assert ("writes only before it answers" in str(result["warnings"])) == warned
+        assert (said["on-mine"] == said["off-mine"]) == warned
 
 
 def test_a_run_that_was_stopped_goes_on(
