@@ -25,11 +25,15 @@ OPTIONAL = (
     "triton",
     "wonderwords",
 )
-OF_OTHERS = ("inplace_ttt.kernels", "inplace_ttt.serving.", "inplace_ttt.clients.")
-"""For Triton, vLLM and other training stacks alone, which they import."""
+OF_OTHERS = (
+    *("inplace_ttt.kernels", "inplace_ttt.serving.", "inplace_ttt.clients."),
+    *(f"inplace_ttt.evaluation.harness.{name}" for name in ("generated", "prompt_lm", "scores")),
+)
+"""For Triton, vLLM, other training stacks and lm-eval alone, which they import."""
 BESIDE = {
     "chat": {"rich", "markdown_it"},  # of typer, which transformers needs
     "kernels": {"triton"},
+    "harness": {"datasets", "lm_eval"},
     "serving": {"vllm", "fastapi", "psutil", "starlette", "uvloop"},  # of vLLM
     "clients": {"axolotl", "llamafactory", "lm_eval", "nemo_automodel", "pydantic", "swift"},
 }

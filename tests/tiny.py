@@ -125,7 +125,7 @@ def save_converted(base: Path, folder: Path) -> Path:
 
 
 def questions(count: int) -> list[dict[str, object]]:
-    """Questions with one document each, in the form of docs/ruler.md."""
+    """Questions with one document each, in the form of docs/evaluate.md."""
     return [
         {"question": f"Where is the whale number {i}?", "answers": [f"In harbour {i:03}.", f"harbour {i:03}"], "documents": [
             f"Whale {i}. {text(40, seed=i)} In harbour {i:03}."]}

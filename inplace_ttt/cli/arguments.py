@@ -77,12 +77,12 @@ def refuse_without_effect(args: Namespace, **needs: tuple[str, ...]) -> None:
         given = getattr(args, option)
         if given is not None and given is not False and not any(getattr(args, other) for other in needed):
             raise InPlaceTTTError(
-                f"{_flag(option)} does nothing without {' or '.join(map(_flag, needed))}; leave it out, "
+                f"{flag(option)} does nothing without {' or '.join(map(flag, needed))}; leave it out, "
                 "or give both."
             )
 
 
-def _flag(name: str) -> str:
+def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 

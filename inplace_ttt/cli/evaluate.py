@@ -1,4 +1,4 @@
-"""Runs `inplace-ttt evaluate PATH --text TEXT…`."""
+"""Runs `inplace-ttt evaluate PATH --text TEXT…`, and with `--tasks` the tasks of `tasks`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ..files.text import begins_of, ids_within
 from ..surgery import config_of
 from ..tasks.passages import Passage
 from ..texts.documents import Document, documents_in, joined_tokens, tokens_of
-from . import Result
+from . import Result, tasks
 from .loading import (
     load_plain,
     load_with_tokenizer,
@@ -41,7 +41,7 @@ from .loading import (
     tokenizer_of,
 )
 from .messages import say_now, warn
-from .options.evaluate import BLOCK, DISTANCES, RATES
+from .options.evaluate import BATCH, BLOCK, DISTANCES, RATES
 
 NUMBERS = "evaluation.json"
 _PROBED = 512
@@ -49,6 +49,8 @@ _PROBED = 512
 
 
 def run(args: argparse.Namespace) -> Result:
+    if args.tasks is not None:
+        return tasks.run(args)
     sources = [args.path, args.base, *args.text]
     if args.out:
         refuse_to_replace(args.out, EVALUATION, args.overwrite, sources)
@@ -67,7 +69,7 @@ def run(args: argparse.Namespace) -> Result:
         )
     base = None if args.base is None else load_plain(args.base, model.dtype)
     sinks, begins = SINKS if args.sinks is None else args.sinks, tuple(begins_of(tokenizer))
-    protocol = Protocol(args.window, sinks, _skip(args, model), args.batch_size, begins)
+    protocol = Protocol(args.window, sinks, _skip(args, model), args.batch_size or BATCH, begins)
     chosen, documents = _long_enough(given, args, model, tokenizer, protocol)
     if base is not None:
         _refuse_other_base(args.base, base, tokenizer, documents)
@@ -122,6 +124,8 @@ def run(args: argparse.Namespace) -> Result:
 
 
 def render(result: dict[str, Any]) -> str:
+    if "tasks" in result:
+        return tasks.shown(result)
     lines = [
         _verdict(result),
         f"{len(result['documents'])} documents, nats per token past token {result['protocol']['skip']}",

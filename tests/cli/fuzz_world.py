@@ -30,6 +30,14 @@ def make_world(folder: Path) -> Path:
         "deepspeed": "ds.json",
     }
     recipe["output"] = str(folder / "run")
+    write_lines(
+        folder / "rows.jsonl", [{"text": text(30, seed=seed), "answer": "whale"} for seed in range(3)]
+    )
+    task = {"task": "mine", "dataset_path": "json", "output_type": "generate_until", "test_split": "test"}
+    task |= {"dataset_kwargs": {"data_files": {"test": str(folder / "rows.jsonl")}}}
+    task |= {"doc_to_text": "{{text}}", "doc_to_target": "{{answer}}"}
+    task |= {"generation_kwargs": {"until": [], "max_gen_toks": 2, "do_sample": False}}
+    (folder / "task.yaml").write_text(yaml.safe_dump(task))
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     (folder / "ds.json").write_text(
         json.dumps({"zero_optimization": {"stage": 1}, "bf16": {"enabled": False}})
@@ -58,6 +66,7 @@ _NAMES = {
     "other.txt",
     "questions.jsonl",
     "recipe.yaml",
+    "task.yaml",
     "out",
     "results",
 }
@@ -88,8 +97,8 @@ _GENERATE = f"generate ttt {_READ}"
 _OF_LORA = ("info lora", f"generate lora {_READ}", "export lora out --format full")
 _IMPORT = "import-reference public out"
 _EVALUATE = "evaluate ttt --text text.txt other.txt --tokens 40 --batch-size 2"
-_BABILONG = "babilong base --lengths 900 --samples 1 --write-samples out --tasks qa4 --text text.txt"
-_RULER = "ruler base --lengths 512 --samples 1 --write-samples out"
+_BABILONG = "evaluate base --lengths 900 --samples 1 --write-samples out --tasks babilong_qa4 --text text.txt"
+_RULER = "evaluate base --lengths 512 --samples 1 --write-samples out"
 
 TARGETS = (
     Target("base/config.json", 60, (_CONVERT,)),
@@ -109,11 +118,11 @@ TARGETS = (
     Target("state", 80, (f"{_GENERATE} --load-state state", "export ttt out --format=lora --session state")),
     Target("recipe.yaml", 80, ("plan recipe.yaml", "train recipe.yaml")),
     Target("ds.json", 25, ("plan recipe.yaml",)),
-    Target("questions.jsonl", 30, (f"{_RULER} --tasks qa_1 --qa questions.jsonl",)),
+    Target("questions.jsonl", 30, (f"{_RULER} --tasks ruler_qa_1 --qa questions.jsonl",)),
     Target(
         "text.txt",
         30,
-        (_GENERATE, _EVALUATE, f"{_RULER} --tasks niah_single_2 --haystack text.txt", _BABILONG),
+        (_GENERATE, _EVALUATE, f"{_RULER} --tasks ruler_niah_single_2 --text text.txt", _BABILONG),
     ),
 )
 

@@ -33,7 +33,7 @@ FOLDERS = {
     "import": ("public", "import-reference public OUT --overwrite"),
     "diagnose": ("ttt", "diagnose ttt --text text.txt --tokens 40 --out OUT --overwrite"),
     "evaluate": ("ttt", "evaluate ttt --text text.txt other.txt --tokens 40 --out OUT --overwrite"),
-    "samples": ("base", "ruler base --lengths 512 --samples 1 --tasks vt --write-samples OUT"),
+    "samples": ("base", "evaluate base --lengths 512 --samples 1 --tasks ruler_vt --write-samples OUT"),
 }
 """Verb -> what it reads, and its command."""
 FILES = {

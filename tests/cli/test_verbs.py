@@ -34,16 +34,10 @@ OPTIONS = {
     "audit": "--card --compare --format --help --json --out --profile --seed",
     "diagnose": "--base --dtype --help --json --learning-rate --out --overwrite --text --text-field --tokens --train",
     "evaluate": (
-        "--base --batch-size --block --cache --card --contexts --distances --documents --dtype --facts "
-        "--help --json --out --overwrite "
-        "--passage --rates --repeated-passage --rivals --seed --sinks --skip --text --text-field --tokens --window"
+        "--base --batch-size --block --cache --card --chat --contexts --distances --documents --dtype --facts "
+        "--help --json --lengths --out --overwrite --passage --qa --rates --repeated-passage --rivals --samples "
+        "--seed --sinks --skip --tasks --text --text-field --tokens --window --write-samples"
     ),
-    "ruler": (
-        "--base --batch-size --chat --dtype --haystack --help --json --lengths --out --qa --samples --seed "
-        "--tasks --text-field --write-samples"
-    ),
-    "babilong": "--base --batch-size --chat --dtype --help --json --lengths --out --samples --seed --tasks "
-    "--text --text-field --write-samples",
     "export": "--base --format --help --json --overwrite --push --rank --session --text",
     "import-reference": "--help --json --overwrite",
     "bench": (

@@ -18,7 +18,7 @@ from inplace_ttt import InPlaceTTTError
 from inplace_ttt.evaluation.babilong.filler import Filler
 from inplace_ttt.evaluation.babilong.stories import KINDS, Story
 from inplace_ttt.evaluation.babilong.tasks import TASKS, _guesses
-from inplace_ttt.evaluation.long_context.prompt import Prompter, Sample, samples
+from inplace_ttt.evaluation.prompt import Prompter, Sample, samples
 
 ROOT = Path(__file__).resolve().parents[2]
 SMOLLM2 = ROOT / ".cache" / "smollm2-135m"
@@ -143,15 +143,20 @@ def test_a_thousand_stories(name: str) -> None:
             if not re.search(rf"\b{word}\b", story.question)
         }
         assert story.answer in story.options and len(story.options) >= 2
-    assert {story.answer for story in stories} == (PEOPLE | THINGS if name == "qa5" else ROOMS)
+    assert {story.answer for story in stories} == (PEOPLE | THINGS if name == "babilong_qa5" else ROOMS)
     forms = {
         re.sub("|".join(PEOPLE | ROOMS | THINGS | {"north", "south", "east", "west"}), "_", story.question)
         for story in stories
     }
-    assert len(forms) == {"qa1": 1, "qa2": 1, "qa3": 1, "qa4": 2, "qa5": 5}[name]
+    assert (
+        len(forms)
+        == {"babilong_qa1": 1, "babilong_qa2": 1, "babilong_qa3": 1, "babilong_qa4": 2, "babilong_qa5": 5}[
+            name
+        ]
+    )
 
 
-@pytest.mark.parametrize(("name", "facts"), [("qa1", 1), ("qa2", 2), ("qa3", 3)])
+@pytest.mark.parametrize(("name", "facts"), [("babilong_qa1", 1), ("babilong_qa2", 2), ("babilong_qa3", 3)])
 def test_a_question_takes_so_many_facts(name: str, facts: int) -> None:
     """Of every story so many of its facts give the answer by themselves, and no fewer do."""
     for i in range(60):
@@ -281,7 +286,7 @@ def test_the_text_tells_no_facts_of_the_world(tmp_path: Path) -> None:
 
 def test_a_text_that_is_too_short_begins_again(tmp_path: Path, prompter: Prompter) -> None:
     (tmp_path / "text.txt").write_text(" ".join(f"Sentence {n} says little." for n in range(30)))
-    for sample in made("qa2", 2048, Filler([str(tmp_path / "text.txt")]), prompter):
+    for sample in made("babilong_qa2", 2048, Filler([str(tmp_path / "text.txt")]), prompter):
         assert sample.draft.prompt.count("Sentence 7 says") > 2
 
 
@@ -297,10 +302,10 @@ def test_a_length_that_cannot_be(name: str, filler: Filler, prompter: Prompter) 
 @pytest.mark.parametrize(
     ("says", "score"),
     [
-        (" kitchen", 100),
-        ("\n The KITCHEN, where Mary is.\nText: Mary went to the garden.", 100),
-        ("kitchen\n\nQuestion: Where is the garden?", 100),
-        ("The hallway is west of the kitchen.", 100),  # the question names the hallway, so it is no option
+        (" kitchen", 1),
+        ("\n The KITCHEN, where Mary is.\nText: Mary went to the garden.", 1),
+        ("kitchen\n\nQuestion: Where is the garden?", 1),
+        ("The hallway is west of the kitchen.", 1),  # the question names the hallway, so it is no option
         ("the kitchen or the garden", 0),
         ("garden. kitchen", 0),
         ("kitchenette", 0),
@@ -310,15 +315,22 @@ def test_a_length_that_cannot_be(name: str, filler: Filler, prompter: Prompter) 
     ],
 )
 def test_scores(says: str, score: float) -> None:
-    assert TASKS["qa4"].score(says, ("kitchen",), ("garden", "kitchen", "office")) == score
+    assert TASKS["babilong_qa4"].score(says, ("kitchen",), ("garden", "kitchen", "office")) == score
 
 
 def test_a_name_is_found_whatever_its_case() -> None:
-    assert TASKS["qa5"].score("mary did", ("Mary",), ("John", "Mary")) == 100
+    assert TASKS["babilong_qa5"].score("mary did", ("Mary",), ("John", "Mary")) == 1
 
 
 @pytest.mark.parametrize(
-    ("name", "share"), [("qa1", 0.39), ("qa2", 0.42), ("qa3", 0.53), ("qa4", 0.50), ("qa5", 0.63)]
+    ("name", "share"),
+    [
+        ("babilong_qa1", 0.39),
+        ("babilong_qa2", 0.42),
+        ("babilong_qa3", 0.53),
+        ("babilong_qa4", 0.50),
+        ("babilong_qa5", 0.63),
+    ],
 )
 def test_what_rules_without_sense_get_is_what_the_page_says(name: str, share: float) -> None:
     stories = [KINDS[name].story(Random(f"{name} {i}"), KINDS[name].facts) for i in range(2000)]

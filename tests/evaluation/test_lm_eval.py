@@ -153,7 +153,7 @@ def test_its_own_babilong(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
     import lm_eval.tasks
 
-    stories = [KINDS["qa1"].story(Random(f"{i}"), 60) for i in range(5)]
+    stories = [KINDS["babilong_qa1"].story(Random(f"{i}"), 60) for i in range(5)]
     rows = [
         {"input": " ".join(story.facts), "question": story.question, "target": story.answer}
         for story in stories

@@ -14,7 +14,7 @@ import tiny
 from transformers import AutoTokenizer
 
 from inplace_ttt import InPlaceTTTError
-from inplace_ttt.evaluation.long_context.prompt import Prompter, Sample, samples
+from inplace_ttt.evaluation.prompt import Prompter, Sample, samples
 from inplace_ttt.evaluation.ruler.material import Material, read_questions
 from inplace_ttt.evaluation.ruler.niah import noise
 from inplace_ttt.evaluation.ruler.scoring import score
@@ -22,7 +22,7 @@ from inplace_ttt.evaluation.ruler.tasks import TASKS
 
 ROOT = Path(__file__).resolve().parents[2]
 SMOLLM2 = ROOT / ".cache" / "smollm2-135m"
-NIAH = [name for name in TASKS if name.startswith("niah")]
+NIAH = [name for name in TASKS if name.startswith("ruler_niah")]
 LENGTHS = (4096, 7001)
 
 
@@ -31,7 +31,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
     folder = tmp_path_factory.mktemp("texts")
     (folder / "book.txt").write_text(tiny.text(16000), encoding="utf-8")
     questions = tiny.write_lines(folder / "questions.jsonl", tiny.questions(500))
-    return Material(str(folder / "book.txt"), [str(questions), str(questions)])
+    return Material([str(folder / "book.txt")], [str(questions), str(questions)])
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def test_prompt_and_answer_fill_the_length(
 
 def test_budgets_are_those_of_the_benchmark() -> None:
     assert {name: task.budget for name, task in TASKS.items()} == dict.fromkeys(NIAH, 128) | {
-        "vt": 30, "cwe": 120, "fwe": 50, "qa_1": 32, "qa_2": 32,
+        "ruler_vt": 30, "ruler_cwe": 120, "ruler_fwe": 50, "ruler_qa_1": 32, "ruler_qa_2": 32,
     }  # fmt: skip
     assert len(TASKS) == 13
 
@@ -84,9 +84,15 @@ def test_samples_are_the_same_in_another_process(material: Material) -> None:
 import hashlib, sys
 from evaluation.test_ruler_samples import digests
 from inplace_ttt.evaluation.ruler.material import Material
-print(digests(Material(sys.argv[1], [sys.argv[2]] * 2)))
+print(digests(Material([sys.argv[1]], [sys.argv[2]] * 2)))
 """
-    arguments = [sys.executable, "-c", code, str(material.haystack_name), material.questions[0].name]
+    arguments = [
+        sys.executable,
+        "-c",
+        code,
+        str(Path(material.questions[0].name).parent / "book.txt"),
+        material.questions[0].name,
+    ]
     path = os.pathsep.join([str(ROOT / "tests"), *sys.path])
     done = subprocess.run(
         arguments, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
@@ -105,7 +111,7 @@ def digests(material: Material) -> list[str]:
 def test_needles(name: str, material: Material, prompter: Prompter) -> None:
     """The answers follow from the needles that stand in the prompt and the keys that it asks for; each value
     stands once."""
-    counts = {"niah_multivalue": (1, 4), "niah_multiquery": (4, 1)}
+    counts = {"ruler_niah_multivalue": (1, 4), "ruler_niah_multiquery": (4, 1)}
     for sample in made(name, 4096, material, prompter, 5):
         draft = sample.draft
         found = re.findall(
@@ -125,7 +131,7 @@ def test_needles(name: str, material: Material, prompter: Prompter) -> None:
             draft.answer_prefix.strip()
             == f"The special magic {_kind(draft)} for {query[1]} mentioned in the provided text {_is(draft)}"
         )
-    assert (len(told) > 20) == (name in ("niah_multikey_2", "niah_multikey_3"))
+    assert (len(told) > 20) == (name in ("ruler_niah_multikey_2", "ruler_niah_multikey_3"))
 
 
 def _kind(draft: object) -> str:
@@ -139,7 +145,7 @@ def _is(draft: object) -> str:
 
 def test_needles_stand_anywhere(material: Material, prompter: Prompter) -> None:
     """Over samples, from the first tenth to the last."""
-    for name in ("niah_single_1", "niah_single_2", "niah_multikey_2"):
+    for name in ("ruler_niah_single_1", "ruler_niah_single_2", "ruler_niah_multikey_2"):
         drafts = [sample.draft for sample in made(name, 4096, material, prompter, 60)]
         depths = [draft.prompt.index(draft.answers[0]) / len(draft.prompt) for draft in drafts]
         assert min(depths) < 0.12 and max(depths) > 0.88 and 0.35 < sum(depths) / 60 < 0.65
@@ -148,7 +154,7 @@ def test_needles_stand_anywhere(material: Material, prompter: Prompter) -> None:
 def test_variables(material: Material, prompter: Prompter) -> None:
     """Following the assignments of the last question's text from its value gives the answers; the example is
     solved."""
-    for sample in made("vt", 4096, material, prompter, 5):
+    for sample in made("ruler_vt", 4096, material, prompter, 5):
         example, _, question = sample.draft.prompt.rpartition("Memorize and track")
         value = re.search(r"assigned the value (\d+) in", question)
         assert value is not None
@@ -186,7 +192,7 @@ def _follow(text: str, value: str) -> list[str]:
 
 @pytest.mark.parametrize("length", [1024, 4096])
 def test_common_words(length: int, material: Material, prompter: Prompter) -> None:
-    for sample in made("cwe", length, material, prompter, 3):
+    for sample in made("ruler_cwe", length, material, prompter, 3):
         example, question = (
             part.partition("\nQuestion")[0]
             for part in sample.draft.prompt.split("Below is a numbered list")[1:]
@@ -199,7 +205,7 @@ def test_common_words(length: int, material: Material, prompter: Prompter) -> No
 
 
 def test_frequent_words(material: Material, prompter: Prompter) -> None:
-    for sample in made("fwe", 4096, material, prompter, 5):
+    for sample in made("ruler_fwe", 4096, material, prompter, 5):
         text = sample.draft.prompt.partition("coded words. ")[2].partition("\nQuestion")[0].split()
         first, *counts = Counter(text).most_common()
         assert first[0] == "..." and tuple(word for word, _ in counts[:3]) == sample.draft.answers
@@ -208,7 +214,7 @@ def test_frequent_words(material: Material, prompter: Prompter) -> None:
 
 def test_questions(material: Material, prompter: Prompter) -> None:
     asked = material.questions[0].questions
-    for sample in made("qa_1", 4096, material, prompter, 5):
+    for sample in made("ruler_qa_1", 4096, material, prompter, 5):
         question = asked[sample.index]
         assert (
             sample.draft.prompt.endswith(f"Question: {question.question}")
@@ -220,16 +226,16 @@ def test_questions(material: Material, prompter: Prompter) -> None:
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_a_perfect_answer_scores_100_and_an_empty_one_0(
+def test_a_perfect_answer_scores_1_and_an_empty_one_0(
     name: str, material: Material, prompter: Prompter
 ) -> None:
     task = TASKS[name]
     for sample in made(name, 4096, material, prompter):
         answers = sample.draft.answers
-        assert score(", ".join(answers).upper(), answers, task.any_answer) == 100
+        assert score(", ".join(answers).upper(), answers, task.any_answer) == 1
         assert score("", answers, task.any_answer) == score("\n", answers, task.any_answer) == 0
         assert score(answers[0], answers, task.any_answer) == (
-            100 if task.any_answer else pytest.approx(100 / len(answers))
+            1 if task.any_answer else pytest.approx(1 / len(answers))
         )
 
 
@@ -279,10 +285,10 @@ def test_files_that_hold_no_questions(content: str, says: str, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("name", "length", "says"),
     [
-        ("niah_single_1", 150, r"needs at least \d+ tokens with this tokenizer, 128 of them"),
-        ("vt", 512, r"vt needs at least \d+ tokens"),
-        ("niah_multikey_3", 1000, r"comes no closer to 1000 tokens than \d+"),
-        ("cwe", 262144, r"there are 8,\d+ words to list"),
+        ("ruler_niah_single_1", 150, r"needs at least \d+ tokens with this tokenizer, 128 of them"),
+        ("ruler_vt", 512, r"ruler_vt needs at least \d+ tokens"),
+        ("ruler_niah_multikey_3", 1000, r"comes no closer to 1000 tokens than \d+"),
+        ("ruler_cwe", 262144, r"there are 8,\d+ words to list"),
     ],
 )
 def test_lengths_that_cannot_be(
@@ -292,7 +298,7 @@ def test_lengths_that_cannot_be(
         made(name, length, material, prompter)
 
 
-@pytest.mark.parametrize("name", ["niah_single_2", "qa_1"])
+@pytest.mark.parametrize("name", ["ruler_niah_single_2", "ruler_qa_1"])
 def test_texts_that_are_too_short_begin_again(name: str, tmp_path: Path, prompter: Prompter) -> None:
     (tmp_path / "text.txt").write_text(" ".join(f"Sentence {n} says little." for n in range(80)))
     questions = [
@@ -300,10 +306,11 @@ def test_texts_that_are_too_short_begin_again(name: str, tmp_path: Path, prompte
         for n in range(3)
     ]
     (tmp_path / "questions.json").write_text(json.dumps(questions))
-    short = Material(str(tmp_path / "text.txt"), [str(tmp_path / "questions.json")])
+    short = Material([str(tmp_path / "text.txt")], [str(tmp_path / "questions.json")])
     for sample in made(name, 4096, short, prompter, 2):
         assert (
-            sample.draft.prompt.count("Sentence 7 says" if name == "niah_single_2" else "Document of 2") > 1
+            sample.draft.prompt.count("Sentence 7 says" if name == "ruler_niah_single_2" else "Document of 2")
+            > 1
         )
         assert 0.98 * 4096 <= len(sample.ids) + TASKS[name].budget <= 4096
 
@@ -311,7 +318,7 @@ def test_texts_that_are_too_short_begin_again(name: str, tmp_path: Path, prompte
 def test_questions_without_other_documents_are_refused(tmp_path: Path, prompter: Prompter) -> None:
     (tmp_path / "q.json").write_text(json.dumps([{"question": "q", "answers": ["a"], "documents": ["d"]}]))
     with pytest.raises(InPlaceTTTError, match="only the documents of question 1, which must be hidden among"):
-        made("qa_1", 1024, Material(None, [str(tmp_path / "q.json")]), prompter)
+        made("ruler_qa_1", 1024, Material((), [str(tmp_path / "q.json")]), prompter)
 
 
 def test_a_line_of_questions_ends_at_a_line_feed_alone(tmp_path: Path) -> None:

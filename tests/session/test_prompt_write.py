@@ -3,9 +3,11 @@ the patched base."""
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from models import CHUNK, converted, distance, logits, random_ids
 from torch import Tensor
@@ -13,8 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from inplace_ttt import InPlaceTTTError, Session, disable_ttt, revert
 from inplace_ttt.config_tables import PromptWrite
-from inplace_ttt.evaluation.long_context.answers import answer
-from inplace_ttt.evaluation.long_context.prompt import Sample
+from inplace_ttt.evaluation.harness.prompt_lm import PromptLM
 from inplace_ttt.evaluation.token_losses import token_losses
 from inplace_ttt.families import CACHE
 from inplace_ttt.layer.cache import streams
@@ -181,26 +182,29 @@ def test_short_prompts_write_nothing() -> None:
             Session(model).write_prompt(ids)
 
 
-class _Words:
-    pad_token_id, eos_token_id = 0, 1
-
-    def decode(self, ids: Tensor, **_: Any) -> str:
-        return " ".join(map(str, ids.tolist()))
+def answers(model: PreTrainedModel, prompts: list[Tensor], new: int) -> list[list[int]]:
+    """The tokens that lm-eval gets after a padded batch of prompts."""
+    words = tiny.word_level([f"w{i}" for i in range(40)])
+    lm = PromptLM(model, SimpleNamespace(tokenizer=words), len(prompts))  # type: ignore[arg-type]
+    width = max(len(prompt) for prompt in prompts)
+    ids, mask = torch.zeros(2, len(prompts), width, dtype=torch.long)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :], mask[row, width - len(prompt) :] = prompt, 1
+    said = lm._model_generate(ids, width + new, [], attention_mask=mask, do_sample=False)
+    return said[:, width:].tolist()
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_ruler_answers_of_a_padded_batch_are_those_of_its_rows(name: str) -> None:
+def test_answers_for_lm_eval_of_a_padded_batch_are_those_of_its_rows(name: str) -> None:
     model = prompted(name, cap=None)
-    batch = [Sample("fwe", 64, 0, None, random_ids(1, n, seed=n)[0].tolist()) for n in (31, 44, 40)]
-    together = answer(model, _Words(), batch, 6)
-    for sample, said in zip(batch, together, strict=True):
-        assert answer(model, _Words(), [sample], 6) == [said]
-        ids = torch.tensor([sample.ids])
-        new = Session(model).generate(ids, max_new_tokens=6, do_sample=False)
-        assert said == _Words().decode(new[0])
+    prompts = [random_ids(1, n, seed=n)[0] for n in (31, 44, 40)]
+    together = answers(model, prompts, 6)
+    for prompt, said in zip(prompts, together, strict=True):
+        assert answers(model, [prompt], 6) == [said]
+        assert said == Session(model).generate(prompt[None], max_new_tokens=6, do_sample=False)[0].tolist()
     with disable_ttt(model):
         # of random weights gemma3's answers are all alike
-        assert (answer(model, _Words(), batch, 6) != together) == (name == "llama")
+        assert (answers(model, prompts, 6) != together) == (name == "llama")
 
 
 def test_a_session_is_saved_once_its_prompt_is_written(tmp_path: Path) -> None:

@@ -179,8 +179,8 @@ VERBS = {
     "evaluate": "evaluate model --text {}",
     "diagnose": "diagnose model --text {} --out out",
     "convert": "convert model out --preset ridge --calibrate {}",
-    "babilong": "babilong model --lengths 512 --text {}",
-    "ruler": "ruler model --lengths 512 --tasks niah_single_1 --haystack {}",
+    "babilong": "evaluate model --tasks babilong_qa1 --lengths 512 --text {}",
+    "ruler": "evaluate model --tasks ruler_niah_single_2 --lengths 512 --text {}",
 }
 
 

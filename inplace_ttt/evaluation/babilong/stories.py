@@ -139,15 +139,18 @@ _CARRIED = (
     "put it down."
 )
 KINDS = {
-    "qa1": Kind(
+    "babilong_qa1": Kind(
         "People walk between rooms, and everybody is where they went last.", 10, 4, _where_is_somebody
     ),
-    "qa2": Kind(_CARRIED, 12, 5, _where_is_a_thing),
-    "qa3": Kind(_CARRIED, 16, 7, _where_was_a_thing),
-    "qa4": Kind("Rooms lie north, south, east or west of each other.", 2, 2, _what_lies_where),
-    "qa5": Kind("People walk between rooms, take things and give them to each other.", 12, 7, _who_gave_what),
+    "babilong_qa2": Kind(_CARRIED, 12, 5, _where_is_a_thing),
+    "babilong_qa3": Kind(_CARRIED, 16, 7, _where_was_a_thing),
+    "babilong_qa4": Kind("Rooms lie north, south, east or west of each other.", 2, 2, _what_lies_where),
+    "babilong_qa5": Kind(
+        "People walk between rooms, take things and give them to each other.", 12, 7, _who_gave_what
+    ),
 }
 """bAbI's tasks by name.
 
-qa1 to qa3 need one, two and three supporting facts; relations in qa4 and qa5 have two and three arguments.
+The first three need one, two and three supporting facts; relations in the last two have two and three
+arguments.
 """

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from random import Random
 
-from ..long_context.prompt import Count, Draft, Puzzle, Task
+from ..prompt import Count, Draft, Puzzle, Task
 from .filler import Filler
 from .stories import KINDS, Kind, Story
 
@@ -30,12 +30,12 @@ _SENTENCE_END = re.compile(r"[.!?\n]")
 
 @dataclass(frozen=True)
 class BabiTask(Task):
-    """A task whose score is 100 if the answer's first sentence has the right option and no other."""
+    """A task whose score is 1 if the answer's first sentence has the right option and no other."""
 
     def score(self, prediction: str, answers: Sequence[str], options: Sequence[str]) -> float:
         first = _SENTENCE_END.split(prediction.strip().lower(), maxsplit=1)[0]
         named = {option for option in options if option.lower() in re.findall(r"\w+", first)}
-        return 100.0 * (named == {*answers})
+        return float(named == {*answers})
 
     def made_of(self, material: Filler) -> dict[str, str]:
         return {"text": material.digest}
@@ -83,5 +83,5 @@ def _scattered(facts: Sequence[str], depths: Sequence[float], sentences: Sequenc
     return [*pieces, *sentences[last:]]
 
 
-TASKS = {name: BabiTask(name, _BUDGET, partial(puzzle, kind)) for name, kind in KINDS.items()}
+TASKS = {name: BabiTask(name, _BUDGET, partial(puzzle, kind), in_text=True) for name, kind in KINDS.items()}
 """The tasks by name."""

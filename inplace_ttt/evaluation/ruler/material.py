@@ -62,18 +62,21 @@ class Material:
     """Texts of a run.
 
     Args:
-        haystack: path of a UTF-8 text file, or None.
+        texts: files or folders with the text to hide needles in.
         questions: paths of JSON files, as in `read_questions`.
+        text_field: field of a record that holds its text.
+
+    Raises:
+        InPlaceTTTError: if a file cannot be read, or the texts are empty.
     """
 
     def __init__(
-        self, haystack: str | None = None, questions: Sequence[str] = (), text_field: str | None = None
+        self, texts: Sequence[str] = (), questions: Sequence[str] = (), text_field: str | None = None
     ) -> None:
-        self.haystack_name = haystack
-        documents = [] if haystack is None else documents_in([haystack], "--haystack", text_field)
+        documents = documents_in(texts, "--text", text_field) if texts else []
         self._haystack = " ".join(" ".join(document.text().split()) for document in documents)
-        if haystack is not None and not self._haystack:
-            raise InPlaceTTTError(f"{haystack} holds no text; give a long UTF-8 text.")
+        if texts and not self._haystack:
+            raise InPlaceTTTError(f"{texts[0]} holds no text; give a long UTF-8 text.")
         self.questions = [read_questions(path) for path in questions]
 
     @cached_property

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Literal
 
-from ..long_context.prompt import Count, Draft, Puzzle
+from ..prompt import Count, Draft, Puzzle
 from .material import NOISE, Material
 
 _NEEDLE = "One of the special magic {kind} for {key} is: {value}."

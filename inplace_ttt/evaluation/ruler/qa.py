@@ -6,7 +6,7 @@ from itertools import cycle
 from random import Random
 
 from ...errors import InPlaceTTTError
-from ..long_context.prompt import Count, Draft, Puzzle
+from ..prompt import Count, Draft, Puzzle
 from .material import Material
 
 _TEMPLATE = (

@@ -6,7 +6,7 @@ import string
 from itertools import pairwise
 from random import Random
 
-from ..long_context.prompt import Count, Draft, Puzzle
+from ..prompt import Count, Draft, Puzzle
 from .material import Material
 from .niah import noise
 

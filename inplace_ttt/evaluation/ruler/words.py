@@ -6,7 +6,7 @@ import math
 import string
 from random import Random
 
-from ..long_context.prompt import Count, Draft, Puzzle
+from ..prompt import Count, Draft, Puzzle
 from .material import Material
 
 _COMMON = (
@@ -55,7 +55,7 @@ def common(random: Random, material: Material, length: int, index: int, count: C
             f"{solved}\n{_COMMON.format(context=context)}", _COMMON_PREFIX, tuple(vocabulary[:_COMMON_WORDS])
         )
 
-    lacks = f"there are {len(vocabulary):,} words to list (a --haystack of more different words adds to them)"
+    lacks = f"there are {len(vocabulary):,} words to list (a --text of more different words adds to them)"
     return Puzzle(_COMMON_WORDS + 1, len(vocabulary), draft, lacks)
 
 

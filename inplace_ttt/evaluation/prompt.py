@@ -11,8 +11,8 @@ from functools import cached_property
 from random import Random
 from typing import Any
 
-from ...errors import InPlaceTTTError
-from ...files.text import begins_of, ids_within, refuse_beyond, with_one_beginning
+from ..errors import InPlaceTTTError
+from ..files.text import begins_of, ids_within, refuse_beyond, with_one_beginning
 
 SHORTFALL = 0.02
 """Largest fraction by which prompt and answer may stay below the length; they never exceed it."""
@@ -70,15 +70,19 @@ class Task(ABC):
         budget: largest number of tokens of an answer.
         puzzle: makes a puzzle from random numbers, material, length in tokens, number of the sample, and
             `Count`.
+        in_text: the task hides its facts in the user's text.
+        questions: index of the question file that the task needs, or None.
     """
 
     name: str
     budget: int
     puzzle: Callable[[Random, Any, int, int, Count], Puzzle]
+    in_text: bool = False
+    questions: int | None = None
 
     @abstractmethod
     def score(self, prediction: str, answers: Sequence[str], options: Sequence[str]) -> float:
-        """Returns the score of a prediction, 0 to 100, for a draft with these answers and options."""
+        """Returns the score of a prediction, 0 to 1, for a draft with these answers and options."""
 
     @abstractmethod
     def made_of(self, material: Any) -> dict[str, str]:
@@ -141,13 +145,16 @@ class Prompter:
         """Returns the number of tokens of a text, without special tokens."""
         return len(ids_within(self.tokenizer, text))
 
-    def ids(self, draft: Draft) -> list[int]:
-        """Returns the token ids of a draft: its prompt with the answer's prefix."""
-        text = draft.prompt + draft.answer_prefix
-        if self.chat:
-            turn = [{"role": "user", "content": draft.prompt}]
-            opened = self.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
-            text = opened + draft.answer_prefix.lstrip()
+    def text(self, draft: Draft) -> str:
+        """Returns the text of a draft: its prompt with the answer's prefix."""
+        if not self.chat:
+            return draft.prompt + draft.answer_prefix
+        turn = [{"role": "user", "content": draft.prompt}]
+        opened = self.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+        return opened + draft.answer_prefix.lstrip()
+
+    def ids(self, text: str) -> list[int]:
+        """Returns the token ids of a prompt's text."""
         begins = [] if self.chat else self._begins  # no end-of-text token, because the answer follows
         ids = with_one_beginning([*begins, *ids_within(self.tokenizer, text)], self._begins)
         return refuse_beyond(ids, self.tokenizer, "the text of a task")
@@ -195,7 +202,7 @@ def _fit(
     The search takes secant steps inside a shrinking bracket.
     """
     first = puzzle.draft(puzzle.least)
-    best = puzzle.least, first, prompter.ids(first)
+    best = puzzle.least, first, prompter.ids(prompter.text(first))
     tokens = least_tokens = len(best[2])
     if tokens > room:
         raise InPlaceTTTError(
@@ -210,7 +217,7 @@ def _fit(
             break
         size = min(max(size, low + 1), high - 1)
         draft = puzzle.draft(size)
-        ids = prompter.ids(draft)
+        ids = prompter.ids(prompter.text(draft))
         rate = max((len(ids) - least_tokens) / (size - puzzle.least), 1e-3)
         if len(ids) > room:
             high = size
