@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import reprlib
 from collections.abc import Iterator
@@ -107,3 +108,15 @@ _SHOWN.maxlevel = 3
 def shown(value: Any) -> str:
     """Returns a value's repr for a message, shortened if it is long or deep."""
     return _SHOWN.repr(value)
+
+
+@contextmanager
+def errors_only(name: str) -> Iterator[None]:
+    """Silences the records of a logger that are below the level ERROR."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -64,12 +64,14 @@ def test_a_model_within_a_model(name: str, interrupted: bool, same: bool) -> Non
     depths: list[int] = []
 
     def read(*_: object) -> None:
-        context, depth = this_thread().open, 0
+        mine = context = this_thread().open
+        depth = 0
         while context is not None:
             context, depth = context.outer, depth + 1
         depths.append(depth)
         if depth == 1:
             within.append(logits(inner, ids))
+        assert this_thread().open is mine
 
     for module in {attention, locate(inner).layers[2].attention}:
         module.register_forward_pre_hook(read, prepend=True)

@@ -1,4 +1,4 @@
-"""Reads of single keys, each from its own matrix, without copies of the matrices.
+"""Reads of single keys from different matrices, without copies of the matrices.
 
 A read is a matrix times a vector. Its time is that of loading the matrix from memory once.
 """

@@ -45,6 +45,7 @@ class ForwardContext:
         enabled: True if TTT is on.
         group: the ranks that share these rows, each with a part of the tokens.
         outer: the context of the forward around this one, if there is one.
+        past: number of tokens before this forward, if the arguments hold no cache.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class ForwardContext:
         enabled: bool = True,
         group: ProcessGroup | None = None,
         outer: Any = None,
+        past: int = 0,
     ) -> None:
         self.attention_mask: Any = given.get("attention_mask")
         self.position_ids: Tensor | None = given.get("position_ids")
@@ -63,7 +65,7 @@ class ForwardContext:
         self.input_ids: Tensor | None = ids
         self.cu_seqlens: Tensor | None = given.get("cu_seq_lens_q")
         cache = cache_in(given)
-        self._past: Any = 0 if cache is None else _length(cache)
+        self._past: Any = past if cache is None else _length(cache)
         self.owner, self.enabled, self.group, self.outer = owner, enabled, group, outer
         self.with_gradient = torch.is_grad_enabled()
         thread = this_thread()
@@ -285,9 +287,9 @@ class ForwardContext:
         return self._spans
 
     def rows_read(self) -> Tensor:
-        """Returns True for each row of which this forward's single token is no padding, bool [B] on the CPU.
+        """Returns False for each row whose single token is padding, else True, bool [B] on the CPU.
 
-        It is called in a graph, and asks the device once per forward.
+        A graph calls it. It asks the device once per forward.
         """
         if self._rows_read is None:
             past = self._past if isinstance(self._past, Tensor) else torch.full((), self._past)
@@ -336,7 +338,7 @@ class ForwardContext:
 
 
 def _length(cache: Any) -> Any:
-    """Returns the number of tokens in a cache; in a graph a tensor, if the cache counts them in one."""
+    """Returns the number of tokens in a cache. In a graph, a cache that counts in a tensor gives a tensor."""
     length = cache.get_seq_length()
     if isinstance(length, Tensor):
         return length.clone() if torch.compiler.is_compiling() else int(length)

@@ -1,6 +1,7 @@
-"""Operators that a graph of torch.compile calls and does not look into.
+"""Operators that torch.compile treats as opaque.
 
-They find documents in masks, whose number a graph cannot know, and read a decoded token into its stream.
+They find the documents in masks, and read a decoded token into its stream. A graph can do neither, since the
+number of documents and the state of a stream are known only when it runs.
 """
 
 from __future__ import annotations
@@ -51,15 +52,15 @@ def _(
     return torch.empty(documents, 3, dtype=torch.int64, device="cpu")
 
 
-def _context(given: dict[str, Tensor | None], batch: int, length: int) -> ForwardContext:
-    context = ForwardContext(given, owner=None)
+def _context(given: dict[str, Tensor | None], batch: int, length: int, past: int = 0) -> ForwardContext:
+    context = ForwardContext(given, owner=None, past=past)
     context.take_embeddings(torch.empty(batch, length, 0))
     return context
 
 
 @torch.library.custom_op("inplace_ttt::rows_read", mutates_args=(), tags=_OUTSIDE)
 def rows_read(mask: Tensor | None, past: Tensor, batch: int) -> Tensor:
-    """Returns True for each row of which a forward of single tokens reads no padding, bool [B] on the CPU.
+    """Returns False for each row whose single token is padding, else True, bool [B] on the CPU.
 
     Args:
         mask: attention mask, 2-D or 4-D.
@@ -68,9 +69,8 @@ def rows_read(mask: Tensor | None, past: Tensor, batch: int) -> Tensor:
     """
     if mask is None:
         return torch.ones(batch, dtype=torch.bool)
-    context = _context({"attention_mask": mask}, batch, 1)
-    context._past = int(past)
-    return torch.tensor([stop > start for start, stop in context.spans()])
+    spans = _context({"attention_mask": mask}, batch, 1, int(past)).spans()
+    return torch.tensor([stop > start for start, stop in spans])
 
 
 @rows_read.register_fake

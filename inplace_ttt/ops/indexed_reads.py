@@ -1,6 +1,6 @@
-"""Reads of single keys, each from its own matrix: a token of each of several sequences.
+"""Reads of single keys from different matrices, one token per sequence.
 
-A kernel reads the matrices where they are. Without it, a batched product first copies them.
+The kernel loads each matrix in place. Without the kernel, a batched product first copies the matrices.
 """
 
 from __future__ import annotations

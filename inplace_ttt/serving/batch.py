@@ -32,19 +32,17 @@ class Row:
         settings: the request's fast-weight settings.
         slot: the slot that it writes; None before its first step.
         block: the index of the slot's block among the request's blocks.
-        own: the number of the request's own tokens that are read.
         tokens: the number of tokens that its state has read, including those of the snapshot `start`.
     """
 
     settings: RequestSettings
     slot: int | None = None
     block: int = 0
-    own: int = 0
     tokens: int = 0
 
-    def goes_on(self, read: int, block: int) -> bool:
-        """Returns True if the request has read `read` tokens, and its block is still the same."""
-        return self.slot is not None and (self.own, self.block) == (read, block)
+    def goes_on(self, tokens: int, block: int) -> bool:
+        """Returns True if the state has read this number of tokens, and its block is still the same."""
+        return self.slot is not None and (self.tokens, self.block) == (tokens, block)
 
 
 class Batch(LogitsProcessor):

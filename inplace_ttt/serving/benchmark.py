@@ -30,7 +30,7 @@ It answers one request at a time, so the requests that wait do not change its ti
 
 
 Measured = dict[str, float]
-"""What one contender took in one turn."""
+"""Figures of one contender in one turn, by name."""
 
 Turn = tuple[int, int]
 """The number of a round, and the number of its requests."""
@@ -76,7 +76,7 @@ def compare(converted: str, base: str, load: Load) -> dict[str, Any]:
         For each number of requests: each contender's tokens per second, seconds per request, seconds to the
         first token and seconds per further token, and the ratios of the converted model's tokens per second
         to those of the other two. Each has median, minimum and maximum over rounds. Ratios are computed
-        within rounds. `generate` has no time to the first token.
+        within rounds. The time to the first token is not measured for `generate`.
 
     Raises:
         InPlaceTTTError: if a contender's process ended.

@@ -100,13 +100,13 @@ class StepBuilder(LinearAttentionMetadataBuilder):
             read = length - (stop - start)
             block = 0 if self.has_one_block else max(length - 1, 0) // self.kv_cache_spec.block_size
             held = self.batch.row(row)
-            moves = not held.goes_on(read, block)
+            first = self.batch.start_of(held)
+            before = 0 if first is None else first.tokens
+            moves = not held.goes_on(before + read, block)
             if moves:
                 slots = known.state_indices_tensor.tolist() if slots is None else slots
                 held.slot, held.block = slots[row], block
-            first = self.batch.start_of(held)
-            before = 0 if first is None else first.tokens
-            held.own, held.tokens = length, before + length
+            held.tokens = before + length
             if start < stop and not held.settings.off:
                 assert held.slot is not None
                 seen = before if self.only_reads else before + read

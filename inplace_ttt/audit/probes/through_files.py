@@ -57,7 +57,7 @@ def through_a_file(whole: WholeModel, expected: Any) -> Outcome:
             for file in files:
                 name = _NAMES[file] + how
                 changed = numbers[f"{name}: changed"] = file(model, probed, Path(folder))
-                wrong += [f"{name} does not give back {what}" for what in changed]
+                wrong += [f"{name} does not restore {what}" for what in changed]
     found = wrong[0] if wrong else "checkpoint and adapter restore every saved tensor and output"
     return judged(not wrong, found, numbers, _OFF)
 

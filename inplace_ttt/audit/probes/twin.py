@@ -6,7 +6,6 @@ It is used for measurements on fresh conversions.
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +23,7 @@ from ...checkpoint import writing
 from ...checkpoint.opened import load
 from ...checkpoint.reading import Checkpoint
 from ...config import InPlaceTTTConfig
+from ...errors import errors_only
 
 TWIN_RANGE = 0.03
 """Initializer range of the small model.
@@ -89,14 +89,12 @@ def _in_silence() -> Iterator[None]:
 
     Both would interrupt the audit's own output.
     """
-    logger = logging.getLogger("inplace_ttt.surgery")
-    level, shown = logger.level, is_progress_bar_enabled()
-    logger.setLevel(logging.ERROR)
+    shown = is_progress_bar_enabled()
     disable_progress_bar()
     try:
-        yield
+        with errors_only("inplace_ttt.surgery"):
+            yield
     finally:
-        logger.setLevel(level)
         if shown:
             enable_progress_bar()
 

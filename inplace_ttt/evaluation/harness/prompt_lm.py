@@ -12,7 +12,7 @@ from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
-from ...errors import InPlaceTTTError
+from ...errors import InPlaceTTTError, errors_only
 from ...families import CACHE
 from ...session.prompt import write_prompt
 from ...surgery import config_of, is_converted
@@ -54,7 +54,7 @@ class PromptLM(HFLM):
             )
         self.prompter, self.longest = prompter, 0
         self.answered: Callable[[int], Any] = lambda prompts: None
-        with _errors_only("lm_eval.models.huggingface"):  # it warns that the model is already loaded
+        with errors_only("lm_eval.models.huggingface"):  # it warns that the model is already loaded
             super().__init__(
                 pretrained=model, backend="causal", tokenizer=prompter.tokenizer, batch_size=batch_size
             )
@@ -133,14 +133,3 @@ def _written(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> DynamicCache:
     model.generate(ids, attention_mask=mask, **{CACHE: cache}, max_new_tokens=1)
     write_prompt(model, cache)
     return cache
-
-
-@contextmanager
-def _errors_only(name: str) -> Iterator[None]:
-    logger = logging.getLogger(name)
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch.utils.data import IterableDataset
 
-from ...errors import InPlaceTTTError
+from ...errors import InPlaceTTTError, errors_only
 from ...texts.json_lines import TOKENS
 from ...texts.records import open_source, read_error
 from ...texts.sources import Source
@@ -138,7 +136,7 @@ class _Reader:
         try:
             if self._stream is None:
                 self._stream = self.open(self.place.passes)
-                with _silent("datasets.iterable_dataset"):  # it would warn of a buffer of one
+                with errors_only("datasets.iterable_dataset"):  # it would warn of a buffer of one
                     if self.place.state is not None:
                         self._stream.load_state_dict(self.place.state)
                     self._documents = iter(self._stream)
@@ -162,18 +160,6 @@ class _Reader:
                 self._stream.state_dict(),
             )
         return document
-
-
-@contextmanager
-def _silent(name: str) -> Iterator[None]:
-    """Silences the records of a logger that are below the level ERROR."""
-    logger = logging.getLogger(name)
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 @dataclass(frozen=True)
