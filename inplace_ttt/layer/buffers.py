@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ..device_copies import on_device
 from ..ops import add_indexed_reads, form_of, state_dtype
 from ..ops.precision import in_range
 from ..rules import Rule
@@ -23,33 +21,6 @@ class Reader(Protocol):
     def eta(self) -> float: ...
     def readout(self, state: Tensor) -> Tensor:
         """Returns the result of `FastWeight.readout`. It is called only with `preserve_row_norms`."""
-
-
-@dataclass(frozen=True)
-class SingleTokens:
-    """Tokens that each belong to another row.
-
-    Attributes:
-        places: each token's index in the batch, [n] int64 on the device.
-        where: each token's row and its position in the row's open chunk, [2, n] int64 on the device.
-        rows: the rows.
-        longest: the largest position.
-    """
-
-    places: Tensor
-    where: Tensor
-    rows: tuple[int, ...]
-    longest: int
-
-    @classmethod
-    def of(cls, tokens: Sequence[tuple[int, int, int]], device: torch.device) -> SingleTokens:
-        """Returns tokens from their places, rows and positions."""
-        places, rows, positions = zip(*tokens, strict=True)
-        index = on_device(torch.tensor((places, rows, positions)), device)
-        return cls(index[0], index[1:], rows, max(positions))
-
-    def __getitem__(self, part: slice) -> SingleTokens:
-        return SingleTokens(self.places[part], self.where[:, part], self.rows[part], self.longest)
 
 
 class State:
@@ -108,17 +79,20 @@ class State:
         held = {id(tensor): tensor for tensor in (self.value, self._read, self._factor) if tensor is not None}
         return sum(tensor[0].nbytes for tensor in held.values())
 
-    def add_reads_of(self, tokens: SingleTokens, out: Tensor, z: Tensor, eta: float) -> None:
+    def add_reads_of(self, places: Tensor, rows: Tensor, out: Tensor, z: Tensor, eta: float) -> None:
         """Adds the reads of single tokens, times η, to `out` in place.
 
+        The maps of the rows must be up to date (`refresh`), so that a CUDA graph can record this.
+
         Args:
-            tokens: the tokens, of which each reads its own row.
+            places: each token's index in `out` and `z`, [n] int64.
+            rows: the row that each token reads, [n] int64.
             out: outputs [N, d].
             z: keys [N, r].
             eta: η.
         """
-        maps = self._fresh(tokens.rows)
-        add_indexed_reads(out, z, maps, tokens.places, tokens.where[0], factors=self._factor, scale=eta)
+        assert self._read is not None
+        add_indexed_reads(out, z, self._read, places, rows, factors=self._factor, scale=eta)
 
     def copy_row(self, source: int, row: int) -> None:
         """Copies row `source` to row `row`."""
@@ -152,14 +126,15 @@ class State:
         if self._read is None or self._read.dtype != out.dtype or self._eta != made_for:
             self._make_room(out.shape[-1], out.dtype)
             self._eta = made_for
-        read = self._fresh(rows, layer)[part]
+        self.refresh(rows, layer)
+        read = self._read[part]
         if self._factor is None:
             out.baddbmm_(z.to(out.dtype), read.mT, alpha=eta)
         else:
             out += ((z.to(out.dtype) @ read.mT) * (eta * self._factor[part])).to(out.dtype)
 
-    def _fresh(self, rows: Iterable[int], layer: Reader | None = None) -> Tensor:
-        """Updates the maps of `rows` in one batch, and returns the maps of all rows."""
+    def refresh(self, rows: Iterable[int], layer: Reader | None = None) -> None:
+        """Computes those maps of `rows` that are out of date, in one batch."""
         assert self._read is not None
         if stale := sorted(self._stale.intersection(rows)):
             # a slice avoids a copy of the states
@@ -170,7 +145,6 @@ class State:
             if self._factor is not None and factor is not None:
                 self._factor[together] = factor
             self._stale.difference_update(stale)
-        return self._read
 
     def _readout(self, state: Tensor, layer: Reader | None) -> Tensor:
         return (
@@ -221,16 +195,21 @@ class OpenChunks:
     def put(self, row: int, first: int, *new: Tensor) -> None:
         """Stores tokens [n, h] and [n, d] in the open chunk of `row`, from position `first` on."""
         last = first + len(new[0])
-        self._grow(last, new)
+        self.make_room(last, *new)
         for buffer, tensor in zip(self.held, new, strict=True):
             buffer[row, first:last] = tensor
 
-    def put_each(self, tokens: SingleTokens, *new: Tensor) -> None:
-        """Stores one token of each of several rows; new [N, h] and [N, d]."""
-        self._grow(tokens.longest + 1, new)
-        rows, positions = tokens.where
+    def put_each(self, places: Tensor, rows: Tensor, positions: Tensor, *new: Tensor) -> None:
+        """Stores one token of each of several rows. `make_room` must have been called before.
+
+        Args:
+            places: each token's index in the new tensors, [n] int64.
+            rows: each token's row, [n] int64.
+            positions: each token's position in its row's open chunk, [n] int64.
+            *new: the tokens [N, h] and [N, d].
+        """
         for buffer, tensor in zip(self.held, new, strict=True):
-            buffer[rows, positions] = tensor[tokens.places]
+            buffer[rows, positions] = tensor[places]
 
     def followed_by(self, row: int, filled: int, *new: Tensor) -> tuple[Tensor, ...]:
         """Returns the first `filled` tokens of a row's open chunk, followed by the new ones."""
@@ -243,15 +222,16 @@ class OpenChunks:
             else new
         )
 
-    def _grow(self, rows: int, new: Sequence[Tensor]) -> None:
-        self.held = tuple(self._with_room(i, like, rows) for i, like in enumerate(new))
+    def make_room(self, tokens: int, *like: Tensor) -> None:
+        """Makes room for this number of tokens per row, of the widths and dtypes of `like`."""
+        self.held = tuple(self._with_room(which, tensor, tokens) for which, tensor in enumerate(like))
 
-    def _with_room(self, which: int, like: Tensor, rows: int) -> Tensor:
+    def _with_room(self, which: int, like: Tensor, tokens: int) -> Tensor:
         buffer = self.held[which] if self.held else None
-        if buffer is not None and buffer.shape[1] >= rows:
+        if buffer is not None and buffer.shape[1] >= tokens:
             return buffer
         grown = like.new_zeros(
-            self.batch, min(self.chunk_size, max(64, 1 << (rows - 1).bit_length())), like.shape[-1]
+            self.batch, min(self.chunk_size, max(64, 1 << (tokens - 1).bit_length())), like.shape[-1]
         )
         if buffer is not None:
             grown[:, : buffer.shape[1]] = buffer

@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from ..device_copies import on_device
 from ..layout import ChunkLayout, Span
 from ..rules import Rule
-from .buffers import OpenChunks, Reader, SingleTokens, State
+from .buffers import OpenChunks, Reader, State
 
 
 class StreamedLayer(Reader, Protocol):
@@ -203,8 +205,11 @@ class ChunkRows:
             self._open.put(row, held.filled, z, x)
             held.filled += len(z)
             return
-        z, x = self._open.followed_by(row, held.filled, z, x)
-        before = self._before(row)
+        self._write(row, *self._open.followed_by(row, held.filled, z, x), layer, undoable)
+
+    def _write(self, row: int, z: Tensor, x: Tensor, layer: StreamedLayer, undoable: bool) -> None:
+        """Writes a whole chunk [C, h] and [C, d] to a row. Afterwards the row's open chunk is empty."""
+        held, before = self.rows[row], self._before(row)
         chunk = ChunkLayout.shared((((0, self.chunk_size),),), self.chunk_size, self.chunk_size)
         after = layer.write(z[None], x[None], chunk, before, reads=False)[1]
         if undoable:
@@ -243,7 +248,8 @@ class ChunkRows:
             [(place, row, position)] = open_rows
             self._open.put(row, position, z[place : place + 1], x[place : place + 1])
         elif open_rows:
-            self._open.put_each(SingleTokens.of(open_rows, z.device), z, x)
+            self._open.make_room(1 + max(position for _, _, position in open_rows), z, x)
+            self._open.put_each(*on_device(torch.tensor([*zip(*open_rows, strict=True)]), z.device), z, x)
 
     def _put(self, row: int, state: Tensor) -> None:
         if self._state is None:

@@ -24,13 +24,13 @@ from __future__ import annotations
 def register() -> None:
     """Registers the model classes and their kind of cache with vLLM, which calls this in each process."""
     from vllm import ModelRegistry
-    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
     import inplace_ttt  # noqa: F401 - registers the checkpoints' config with transformers
 
     from . import blocks  # noqa: F401 - registers the block manager with vLLM
     from .engine_settings import ServedConfig
     from .families import FAMILIES
+    from .vllm_names import MODELS_CONFIG_MAP
 
     for architecture in FAMILIES:
         ModelRegistry.register_model(architecture, f"{__name__}.model:{architecture}")

@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm import SamplingParams
-from vllm.config import VllmConfig
-from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
 from ..layer.fast_linear import FastWeight
 from .request_settings import RequestSettings
 from .snapshots import Snapshot
+from .vllm_names import BatchUpdate, LogitsProcessor, MoveDirectionality, VllmConfig
 
 NAME = "inplace_ttt.batch"
 """Key of the batch in `static_forward_context`, where vLLM finds its layers by name."""
@@ -52,12 +51,14 @@ class Batch(LogitsProcessor):
         rows: the requests by their index in the coming batch.
         snapshots: the worker's snapshots by id.
         left: snapshots of requests that ended or were preempted, by their setting `keep`.
+        full: slots whose open chunk the last step completed, each with its number of chunks written before.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         self.rows: dict[int, Row] = {}
         self.snapshots: dict[str, Snapshot] = {}
         self.left: dict[str, Snapshot] = {}
+        self.full: list[tuple[int, int]] = []
         self._context = vllm_config.compilation_config.static_forward_context
         self._context[NAME] = self
 
@@ -72,6 +73,7 @@ class Batch(LogitsProcessor):
         return logits
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
+        self.write_full()
         if batch_update is None:
             return
         for index in batch_update.removed:
@@ -87,6 +89,18 @@ class Batch(LogitsProcessor):
             if there is not None and direction == MoveDirectionality.SWAP:
                 self.rows[source] = there
 
+    @torch.inference_mode()
+    def write_full(self) -> None:
+        """Writes the chunks that single tokens completed, in all layers.
+
+        The step itself only stores these tokens, so that a CUDA graph can record it. Nothing reads or copies
+        the slots between that step and this call.
+        """
+        for slot, written in self.full:
+            for layer in self.fast_weights.values():
+                layer.slots.write_full(slot, written, layer)
+        self.full.clear()
+
     def row(self, index: int) -> Row:
         """Returns the request with this index in the batch."""
         return self.rows.get(index) or Row(RequestSettings())  # vLLM warms up with rows that were never added
@@ -97,6 +111,7 @@ class Batch(LogitsProcessor):
 
     def keep(self, name: str) -> Snapshot | None:
         """Returns the snapshot of the request whose `keep` is `name`, once; None if it is unknown."""
+        self.write_full()
         for row in self._keeping(name):
             if row.slot is not None:
                 row.settings = replace(row.settings, keep=None)

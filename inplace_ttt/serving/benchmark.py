@@ -168,7 +168,8 @@ def _turns(pipe: Connection) -> Iterator[Turn]:
 def _vllm(pipe: Connection, path: str, load: Load) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import EngineArgs, SamplingParams
-    from vllm.v1.engine.llm_engine import LLMEngine
+
+    from .vllm_names import LLMEngine
 
     settings = EngineArgs(
         path,

@@ -15,21 +15,24 @@ from typing import Any
 import psutil
 import torch
 from torch import distributed
-from vllm.config import VllmConfig
 from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.model_executor.layers.mamba.abstract import MambaBase
-from vllm.v1.attention.backend import AttentionBackend
-from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
-from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
-from vllm.v1.core.single_type_kv_cache_manager import MambaManager
-from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
-from vllm.v1.kv_cache_spec_registry import register_kv_cache_spec
 
 from ..errors import InPlaceTTTError
 from .steps import SlotBackend
+from .vllm_names import (
+    AttentionBackend,
+    AttentionLayerBase,
+    BlockPool,
+    KVCacheBlock,
+    KVCacheSpec,
+    MambaAttentionBackendEnum,
+    MambaBase,
+    MambaManager,
+    MambaSpec,
+    VllmConfig,
+    register_kv_cache_spec,
+)
 
 _LOG = init_logger(f"vllm.{__name__}")
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from vllm.config import CompilationConfig, CUDAGraphMode, VllmConfig
-from vllm.logger import init_logger
-from vllm.model_executor.models.config import MambaModelConfig
+import os
 
 from ..config import InPlaceTTTConfig
+from ..errors import InPlaceTTTError
+from .vllm_names import CompilationConfig, MambaModelConfig, VllmConfig
 
-_LOG = init_logger(f"vllm.{__name__}")
+_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 _BATCH = f"{__package__}.batch:Batch"
 WORKER = f"{__package__}.worker.MemoryWorker"
 ADVANCE = "inplace_ttt::advance"
@@ -30,6 +30,7 @@ class ServedConfig(MambaModelConfig):
     @classmethod
     def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
         super().verify_and_update_config(vllm_config)
+        _choose_runner(vllm_config)
         given = vllm_config.model_config.logits_processors or []
         vllm_config.model_config.logits_processors = [*(given if _BATCH in given else [*given, _BATCH])]
         _split_graphs(vllm_config.compilation_config)
@@ -38,22 +39,26 @@ class ServedConfig(MambaModelConfig):
         )
 
 
+def _choose_runner(vllm_config: VllmConfig) -> None:
+    """Chooses vLLM's first model runner, in this process and in its workers.
+
+    The second one, its default on GPUs, does not inform `Batch` of the requests.
+    """
+    if os.environ.get(_RUNNER, "0") != "0":
+        raise InPlaceTTTError(
+            f"fast weights need vLLM's first model runner; leave {_RUNNER} out of the environment."
+        )
+    if vllm_config.use_v2_model_runner:
+        os.environ[_RUNNER] = "0"
+
+
 def _split_graphs(compilation: CompilationConfig) -> None:
     """Leaves the fast weights' operator out of graphs, as vLLM does with attention.
 
-    A graph that contains it would keep writing the slots of the step in which it was recorded.
+    Only a graph of a step of one token per request may contain it. vLLM records such graphs by themselves.
     """
     if compilation.splitting_ops is None:
         # vLLM later splits at these operators, if it compiles in pieces
         object.__setattr__(compilation, "_attention_ops", [*CompilationConfig._attention_ops, ADVANCE])
     elif ADVANCE not in compilation.splitting_ops:
         compilation.splitting_ops = [*compilation.splitting_ops, ADVANCE]
-    mode = compilation.cudagraph_mode
-    if mode is None or mode.has_full_cudagraphs():
-        if mode is not None:
-            _LOG.warning(
-                "In-Place TTT: cudagraph_mode=PIECEWISE replaces %s, since fast weights cannot be recorded.",
-                mode.name,
-            )
-        # vLLM turns graphs off where it does not compile in pieces
-        compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE

@@ -6,10 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.config import VllmConfig
 from vllm.distributed import tensor_model_parallel_all_gather, tensor_model_parallel_all_reduce
-from vllm.forward_context import get_forward_context
-from vllm.model_executor.layers.linear import RowParallelLinear
 
 from ..config import InPlaceTTTConfig
 from ..errors import InPlaceTTTError
@@ -18,7 +15,8 @@ from ..layer.target import target_generator
 from .blocks import SlotHandle
 from .engine_settings import ADVANCE
 from .slots import Slots
-from .steps import Step
+from .tokens import StepTokens
+from .vllm_names import RowParallelLinear, VllmConfig, get_forward_context
 
 
 class Source:
@@ -65,20 +63,16 @@ class FastRowParallelLinear(FastWeight, RowParallelLinear):
             out = tensor_model_parallel_all_reduce(out)
         return out if rest is None else (out, *rest)
 
-    def advance(self, out: Tensor, z: Tensor, x: Tensor, step: Step) -> None:
-        """Adds the reads of the step's tokens to `out` in place, and writes these tokens.
+    def advance(self, out: Tensor, z: Tensor, x: Tensor, tokens: StepTokens) -> None:
+        """Adds the reads of the step's tokens to `out` in place, and stores or writes these tokens.
 
         Args:
             out: the output of W0 [N, d].
             z: inputs of the down-projection [N, h].
             x: target source [N, d].
-            step: the requests, their tokens and their slots.
+            tokens: the requests, their tokens and their slots.
         """
-        for source, request in step.copies(self.handle.kv_cache[0]):
-            self.slots.copy(source, request.slot, request.seen)
-        for snapshot, request in step.restored:
-            self.slots.restore(request.slot, snapshot.layers[self.fast.layer])
-        self.slots.advance(out, self.keys(z), x, step.tokens, self)
+        self.slots.advance(out, self.keys(z), x, tokens, self)
 
     def note_norm(self) -> None:
         """Keeps ‖W0‖ for a relative clip, after the weights are loaded."""
@@ -143,16 +137,17 @@ def install(
 @torch.library.custom_op(ADVANCE, mutates_args=("out",))
 def advance(out: Tensor, z: Tensor, x: Tensor, name: str) -> None:
     """Calls `advance` of the layer with this name, which adds its reads to `out` [N, d] in place."""
-    if _is_recorded(out):  # replays of the graph would not call this
-        raise InPlaceTTTError(
-            "fast weights cannot be recorded in a CUDA graph; start vLLM with cudagraph_mode=PIECEWISE or "
-            "with --enforce-eager."
-        )
     context = get_forward_context()
     if context.attn_metadata is None:  # a run in which vLLM measures its memory
         return
     layer = context.no_compile_layers[name]
-    layer.advance(out, z, x, context.attn_metadata[layer.handle.name])
+    tokens = context.attn_metadata[layer.handle.name].tokens
+    if not tokens.alone and _is_recorded(out):  # replays of the graph would advance these requests again
+        raise InPlaceTTTError(
+            "a CUDA graph can record fast weights only in steps of one token per request; start vLLM with "
+            "cudagraph_mode=FULL_AND_PIECEWISE or with --enforce-eager."
+        )
+    layer.advance(out, z, x, tokens)
 
 
 def _is_recorded(x: Tensor) -> bool:

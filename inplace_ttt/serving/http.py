@@ -19,7 +19,6 @@ from starlette.background import BackgroundTask
 from starlette.datastructures import Headers, State
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from vllm.engine.protocol import EngineClient
 
 from ..errors import InPlaceTTTError
 from ..files.schema import from_values
@@ -29,6 +28,7 @@ from .memories import Memories
 from .memory import SAVED, Refused, check_name
 from .memory_settings import MemorySettings, Turn
 from .request_settings import KEY
+from .vllm_names import EngineClient
 
 SETTINGS = "inplace_ttt_memories"
 """Key in vLLM's `additional_config`, for the fields of `MemorySettings`."""

@@ -12,10 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.config import VllmConfig
 from vllm.logger import init_logger
-from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
-from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid
 
 from ..config import InPlaceTTTConfig
 from ..errors import InPlaceTTTError
@@ -24,6 +21,7 @@ from .blocks import HANDLE, SlotHandle, attention_specs, number_of_slots, room_f
 from .engine_settings import ttt_config
 from .families import FAMILIES
 from .fast_linear import FastRowParallelLinear, Source, install, slot_bytes
+from .vllm_names import HasInnerState, IsHybrid, VllmConfig, get_temporal_copy_spec
 
 _LOG = init_logger(f"vllm.{__name__}")
 _NEW = ".down_proj.ttt."

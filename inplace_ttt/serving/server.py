@@ -12,16 +12,19 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import uvloop
-from vllm.entrypoints.launchers.api_server.entry import run_server
-from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
-from vllm.logger import configure_logging_from_args
-from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from ..errors import InPlaceTTTError, reported
 from ..files.locks import output_lock
 from .http import SETTINGS
 from .memory import check_writable
+from .vllm_names import (
+    FlexibleArgumentParser,
+    cli_env_setup,
+    configure_logging_from_args,
+    make_arg_parser,
+    run_server,
+    validate_parsed_serve_args,
+)
 
 
 def serve(

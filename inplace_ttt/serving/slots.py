@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -88,14 +88,11 @@ class Slots(ChunkRows):
             tokens: the requests, with their tokens and slots.
             layer: the layer whose rule and target generator apply.
         """
-        if tokens.reading is not None:
-            self._state.add_reads_of(tokens.reading, out, z, layer.eta)
-        if self.writes and tokens.open is not None:
-            self._open.put_each(tokens.open, z, x)
-        for request in tokens.completing if self.writes else ():
-            self._enter(request)
-            part = slice(request.start, request.stop)
-            self._take(request.slot, z[part], x[part], layer, undoable=False)
+        places, read, stored, positions = tokens.index(len(out))
+        if len(places):
+            self._state.add_reads_of(places, read, out, z, layer.eta)
+            if self.writes:
+                self._open.put_each(places, stored, positions, z, x)
         for request in tokens.longer:
             self._enter(request)
             part = slice(request.start, request.stop)
@@ -105,6 +102,22 @@ class Slots(ChunkRows):
                 self._advance(*row, [span], layer, request.slot, undoable=False)
             else:
                 self._read(*row[:2], layer, request.slot)
+
+    def refresh(self, slots: Iterable[int]) -> None:
+        """Computes what single tokens read of these slots, unless it is up to date."""
+        self._state.refresh(slots)
+
+    def write_full(self, slot: int, written: int, layer: StreamedLayer) -> None:
+        """Writes a slot's open chunk, all of whose tokens are stored.
+
+        Args:
+            slot: the slot.
+            written: the number of chunks written before.
+            layer: the layer that writes.
+        """
+        self.rows[slot] = Row(self.chunk_size, written)
+        z, x = (buffer[slot] for buffer in self._open.held)
+        self._write(slot, z, x, layer, undoable=False)
 
     def _enter(self, request: Tokens) -> None:
         """Sets the position of a request's slot."""

@@ -1,4 +1,4 @@
-"""The requests of a step, sorted once for all layers."""
+"""The tokens of a step, sorted once for all layers."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from ..layer.buffers import SingleTokens
-from .snapshots import Snapshot
+from ..device_copies import on_device
 
 
 @dataclass(frozen=True)
@@ -20,14 +20,43 @@ class Tokens:
         seen: the number of tokens that the slot's state has read before this step.
         start: index of the request's first token in the batch.
         stop: index after its last token.
-        restores: the snapshot to load into the slot first, or None.
     """
 
     slot: int
     seen: int
     start: int
     stop: int
-    restores: Snapshot | None = None
+
+
+class SingleTokens:
+    """The tokens of requests with one token in a step.
+
+    They are at the same address in all steps, so a CUDA graph that was recorded in one step reads those of
+    the step that replays it. Entries past the step's tokens stand for padding: they read and write slot 0,
+    which no request has. Its state is always zero.
+
+    Args:
+        most: the largest number of requests in a step.
+        device: the device of the slots.
+
+    Attributes:
+        index: for each token [4, most] int64: its index in the batch, the slot that it reads, the slot that
+            it is stored in, and its position in this slot's open chunk.
+        count: the number of tokens in this step.
+    """
+
+    def __init__(self, most: int, device: torch.device) -> None:
+        self._padding = torch.zeros(4, most, dtype=torch.int64)
+        self._padding[0] = torch.arange(most)
+        self.index, self.count = self._padding.to(device, copy=True), 0
+
+    def put(self, tokens: Sequence[tuple[int, int, int, int]]) -> None:
+        """Sets the tokens of this step, in one copy to the device."""
+        self.count = len(tokens)
+        host = self._padding.clone()
+        if tokens:
+            host[:, : self.count] = torch.tensor([*zip(*tokens, strict=True)])
+        self.index.copy_(on_device(host, self.index.device))
 
 
 @dataclass(frozen=True)
@@ -35,40 +64,18 @@ class StepTokens:
     """The requests of a step.
 
     Attributes:
-        longer: requests with several tokens.
-        reading: the single tokens of requests that have written a chunk; None if there are none.
-        open: the single tokens that leave their chunk incomplete; None if there are none.
-        completing: requests whose single token completes a chunk.
+        single: the tokens of requests with one token.
+        longer: requests with several tokens, without those that have fast weights off.
+        alone: True if no request of the batch has several tokens. A CUDA graph can record such a step.
     """
 
-    longer: tuple[Tokens, ...]
-    reading: SingleTokens | None
-    open: SingleTokens | None
-    completing: tuple[Tokens, ...]
+    single: SingleTokens
+    longer: tuple[Tokens, ...] = ()
+    alone: bool = True
 
-    @classmethod
-    def of(cls, requests: Sequence[Tokens], chunk_size: int, device: torch.device) -> StepTokens:
-        """Sorts the requests. Their index tensors are copied to the device in one piece."""
-        single, longer = list[tuple[bool, bool, Tokens]](), list[Tokens]()
-        for request in requests:
-            if request.stop - request.start > 1:
-                longer.append(request)
-            else:
-                written, filled = divmod(request.seen, chunk_size)
-                single.append((filled + 1 == chunk_size, written > 0, request))
-        # in this order, open tokens and reading tokens are each one piece
-        single.sort(key=lambda one: (one[0], one[0] != one[1]))
-        completes = [complete for complete, _, _ in single]
-        reads = [index for index, (_, is_read, _) in enumerate(single) if is_read]
-        every = (
-            SingleTokens.of([(one.start, one.slot, one.seen % chunk_size) for _, _, one in single], device)
-            if single
-            else None
-        )
-        still_open = completes.count(False)
-        return cls(
-            tuple(longer),
-            None if every is None or not reads else every[reads[0] : reads[-1] + 1],
-            None if every is None or not still_open else every[:still_open],
-            tuple(one for complete, _, one in single if complete),
-        )
+    def index(self, total: int) -> Tensor:
+        """Returns the index of the single tokens among `total` tokens of the batch, [4, n].
+
+        In a step of single tokens alone, all tokens past them are padding.
+        """
+        return self.single.index[:, : total if self.alone else self.single.count]

@@ -6,11 +6,10 @@ from collections.abc import Callable
 from functools import cached_property, wraps
 from typing import Any
 
-from vllm.config import VllmConfig
-
 from ..errors import InPlaceTTTError
 from .batch import NAME, Batch
 from .snapshots import Snapshot, SnapshotFiles
+from .vllm_names import VllmConfig
 
 Answer = dict[str, Any]
 """A snapshot's `tokens`, `chunks` and `bytes`, or the message of an `error`."""

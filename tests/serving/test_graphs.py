@@ -1,15 +1,18 @@
 """vLLM compiles the model in pieces between attention and fast weights, as it does for CUDA graphs; and a step
 of single tokens does not wait for the device.
 
-A CPU has no graphs. A stand-in keeps what matters of them: each piece gives its results in the same tensors at
-every call of a size.
+A CPU has no graphs. Two stand-ins keep what matters of them: each piece gives its results in the same tensors
+at every call of a size; and a step of single tokens runs with the index tensors of another step.
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +27,9 @@ from vllm.platforms.cpu import CpuPlatform
 from inplace_ttt.errors import InPlaceTTTError
 from inplace_ttt.serving import fast_linear
 from inplace_ttt.serving.engine_settings import ADVANCE
+from inplace_ttt.serving.slots import Slots
+from inplace_ttt.serving.steps import StepBuilder
+from inplace_ttt.serving.tokens import SingleTokens, StepTokens, Tokens
 from serving.checkpoints import save
 from serving.test_tokens import GREEDY, NEW, engine, generated, prompts, served
 
@@ -93,21 +99,87 @@ def test_replayed_pieces_give_the_same_tokens(preset: str, in_pieces: None, tmp_
     assert Replayed.made > 4 and Replayed.replays > 0
 
 
-@pytest.mark.parametrize("mode", ["FULL", "FULL_AND_PIECEWISE", "PIECEWISE", "NONE"])
-def test_graphs_leave_the_fast_weights_out(mode: str, tmp_path: Path) -> None:
-    """Whatever the user asks for."""
+@pytest.mark.parametrize("preset", ["paper", "reference", "ridge"])
+def test_a_replayed_step_gives_the_same_tokens(
+    preset: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As a graph does: a step of single tokens runs with the tensors of the first one, for a batch of a
+    larger size."""
+    build, advance, recorded = StepBuilder.build, Slots.advance, dict[int, StepTokens]()
+    addresses = dict[tuple[int, int], tuple[int, ...]]()
+
+    def replayed(self: StepBuilder, prefix: int, common: Any, fast_build: bool = False) -> Any:
+        step = build(self, prefix, common, fast_build)
+        if not step.tokens.alone:
+            return step
+        total, single = common.num_actual_tokens, [*step.tokens.single.index.T.tolist()]
+        if total not in recorded:
+            recorded[total] = self.build_for_cudagraph_capture(common).tokens
+            self.single.put([tuple(one) for one in single[:total]])
+        return dataclasses.replace(step, tokens=recorded[total])
+
+    def padded(self: Slots, out: Tensor, z: Tensor, x: Tensor, tokens: StepTokens, layer: Any) -> None:
+        if not tokens.alone:
+            return advance(self, out, z, x, tokens, layer)
+        assert self._state._read is not None
+        used = (tokens.single.index, self._state._read, *self._open.held)
+        here = tuple(tensor.data_ptr() for tensor in used)
+        assert addresses.setdefault((id(self), len(out)), here) == here
+        # slot 0 is zero, so of numbers it stores nothing that is read
+        more = [torch.cat([given, given.new_full((3, given.shape[1]), 7.0)]) for given in (out, z, x)]
+        advance(self, *more, tokens, layer)
+        assert torch.equal(more[0][len(out) :], torch.full_like(more[0][len(out) :], 7.0))
+        out.copy_(more[0][: len(out)])
+        return None
+
+    monkeypatch.setattr(StepBuilder, "build", replayed)
+    monkeypatch.setattr(Slots, "advance", padded)
+    model = save(tmp_path / "ttt", "llama", preset)
+    asked = prompts(1, 31, 32, 33, 64, 70, 200)
+    with engine(tmp_path / "ttt", max_num_seqs=12) as made:
+        expected = {number: generated(model, ids) for number, ids in enumerate(asked)}
+        for name in ("first", "again"):  # again from cached prefixes
+            assert served(made, asked, name=name) == expected
+    assert len(recorded) > 1
+
+
+def test_vllm_may_record_steps_of_single_tokens(tmp_path: Path) -> None:
+    """A graph of mixed requests is refused by vLLM itself, which then takes the other two kinds."""
     save(tmp_path / "ttt", "llama", "paper")
-    given = {"cudagraph_mode": mode, "splitting_ops": ["vllm::unified_attention_with_output"]}
+    config = EngineArgs(str(tmp_path / "ttt"), skip_tokenizer_init=True).create_engine_config()
+    support = StepBuilder.get_cudagraph_support(config, None)
+    for asked, resolved in (
+        ("FULL", "FULL_AND_PIECEWISE"),
+        ("FULL_AND_PIECEWISE", "FULL_AND_PIECEWISE"),
+        ("FULL_DECODE_ONLY", "FULL_DECODE_ONLY"),
+        ("PIECEWISE", "PIECEWISE"),
+    ):
+        compilation = copy.deepcopy(config.compilation_config)
+        compilation.cudagraph_mode = CUDAGraphMode[asked]
+        compilation.mode = CompilationMode.VLLM_COMPILE
+        compilation.splitting_ops = [*compilation._attention_ops]
+        found = compilation.resolve_cudagraph_mode_and_sizes(support, "INPLACE_TTT")
+        assert found == CUDAGraphMode[resolved]
+
+
+def test_splitting_operators_of_the_user_are_kept(tmp_path: Path) -> None:
+    save(tmp_path / "ttt", "llama", "paper")
+    given = {"splitting_ops": ["vllm::unified_attention_with_output"]}
     config = EngineArgs(str(tmp_path / "ttt"), skip_tokenizer_init=True, compilation_config=given)
     compilation = config.create_engine_config().compilation_config
     assert compilation.splitting_ops == [*given["splitting_ops"], ADVANCE]
-    assert compilation.cudagraph_mode == CUDAGraphMode.NONE  # a CPU has none
 
 
-def test_recording_the_fast_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recording_longer_requests_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = StepTokens(SingleTokens(2, torch.device("cpu")), (Tokens(1, 0, 0, 2),), alone=False)
+    layer = SimpleNamespace(handle=SimpleNamespace(name="slots"))
+    context = SimpleNamespace(
+        attn_metadata={"slots": SimpleNamespace(tokens=tokens)}, no_compile_layers={"layer": layer}
+    )
+    monkeypatch.setattr(fast_linear, "get_forward_context", lambda: context)
     monkeypatch.setattr(fast_linear, "_is_recorded", lambda x: True)
-    with pytest.raises(InPlaceTTTError, match="cannot be recorded in a CUDA graph"):
-        torch.ops.inplace_ttt.advance(torch.zeros(1, 4), torch.zeros(1, 8), torch.zeros(1, 4), "layer")
+    with pytest.raises(InPlaceTTTError, match="only in steps of one token per request"):
+        torch.ops.inplace_ttt.advance(torch.zeros(2, 4), torch.zeros(2, 8), torch.zeros(2, 4), "layer")
 
 
 @pytest.mark.parametrize("preset", ["paper", "ridge"])

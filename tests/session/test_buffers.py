@@ -12,7 +12,7 @@ from torch import Tensor
 
 from inplace_ttt import Session
 from inplace_ttt.layer import buffers
-from inplace_ttt.layer.buffers import SingleTokens, State
+from inplace_ttt.layer.buffers import State
 from inplace_ttt.ops import form_of, keeping_row_norms
 from inplace_ttt.ops.forms import Form
 from inplace_ttt.rules import RidgeRule, Rule, SumRule
@@ -108,8 +108,8 @@ def test_rows_of_slots(rule: Rule, dtype: torch.dtype) -> None:
         rows = choose.sample(range(3), choose.randrange(1, 4))
         z = torch.randn(len(rows), R, generator=generator).to(dtype)
         out = torch.zeros(len(rows), D, dtype=dtype)
-        tokens = SingleTokens.of([(place, row, 0) for place, row in enumerate(rows)], out.device)
-        state.add_reads_of(tokens, out, z, ETA)
+        state.refresh(rows)
+        state.add_reads_of(torch.arange(len(rows)), torch.tensor(rows), out, z, ETA)
         for found, key, number in zip(out, z, rows, strict=True):
             assert_reads(found, expected(state, key[None], layer, number)[0])
 
