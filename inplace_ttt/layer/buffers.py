@@ -127,6 +127,7 @@ class State:
             self._make_room(out.shape[-1], out.dtype)
             self._eta = made_for
         self.refresh(rows, layer)
+        assert self._read is not None
         read = self._read[part]
         if self._factor is None:
             out.baddbmm_(z.to(out.dtype), read.mT, alpha=eta)

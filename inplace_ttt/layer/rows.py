@@ -205,7 +205,8 @@ class ChunkRows:
             self._open.put(row, held.filled, z, x)
             held.filled += len(z)
             return
-        self._write(row, *self._open.followed_by(row, held.filled, z, x), layer, undoable)
+        z, x = self._open.followed_by(row, held.filled, z, x)
+        self._write(row, z, x, layer, undoable)
 
     def _write(self, row: int, z: Tensor, x: Tensor, layer: StreamedLayer, undoable: bool) -> None:
         """Writes a whole chunk [C, h] and [C, d] to a row. Afterwards the row's open chunk is empty."""

@@ -6,6 +6,7 @@ vLLM informs its logits processors, before each forward, of requests that join, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -16,7 +17,7 @@ from vllm import SamplingParams
 
 from ..layer.fast_linear import FastWeight
 from .request_settings import RequestSettings
-from .snapshots import Snapshot
+from .snapshots import Ended, Snapshot
 from .vllm_names import BatchUpdate, LogitsProcessor, MoveDirectionality, VllmConfig
 
 NAME = "inplace_ttt.batch"
@@ -50,14 +51,14 @@ class Batch(LogitsProcessor):
     Attributes:
         rows: the requests by their index in the coming batch.
         snapshots: the worker's snapshots by id.
-        left: snapshots of requests that ended or were preempted, by their setting `keep`.
+        left: the fast weights of requests that ended or were preempted, by their setting `keep`.
         full: slots whose open chunk the last step completed, each with its number of chunks written before.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         self.rows: dict[int, Row] = {}
         self.snapshots: dict[str, Snapshot] = {}
-        self.left: dict[str, Snapshot] = {}
+        self.left: dict[str, Ended] = {}
         self.full: list[tuple[int, int]] = []
         self._context = vllm_config.compilation_config.static_forward_context
         self._context[NAME] = self
@@ -73,13 +74,13 @@ class Batch(LogitsProcessor):
         return logits
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        self.write_full()
+        if batch_update is not None:
+            gone = (*batch_update.removed, *(index for index, _, _, _ in batch_update.added))
+            self._leave([self.rows.pop(index) for index in gone if index in self.rows])
+        self._write(self.full)
         if batch_update is None:
             return
-        for index in batch_update.removed:
-            self._leave(index)
         for index, params, _, _ in batch_update.added:
-            self._leave(index)
             self.rows[index] = Row(RequestSettings.of(params))
             self.left.pop(self.rows[index].settings.keep or "", None)  # it was preempted and is back
         for source, target, direction in batch_update.moved:
@@ -89,18 +90,6 @@ class Batch(LogitsProcessor):
             if there is not None and direction == MoveDirectionality.SWAP:
                 self.rows[source] = there
 
-    @torch.inference_mode()
-    def write_full(self) -> None:
-        """Writes the chunks that single tokens completed, in all layers.
-
-        The step itself only stores these tokens, so that a CUDA graph can record it. Nothing reads or copies
-        the slots between that step and this call.
-        """
-        for slot, written in self.full:
-            for layer in self.fast_weights.values():
-                layer.slots.write_full(slot, written, layer)
-        self.full.clear()
-
     def row(self, index: int) -> Row:
         """Returns the request with this index in the batch."""
         return self.rows.get(index) or Row(RequestSettings())  # vLLM warms up with rows that were never added
@@ -109,20 +98,24 @@ class Batch(LogitsProcessor):
         """Returns the snapshot that a request starts from, or None."""
         return None if row.settings.start is None else self.snapshots[row.settings.start]
 
-    def keep(self, name: str) -> Snapshot | None:
-        """Returns the snapshot of the request whose `keep` is `name`, once; None if it is unknown."""
-        self.write_full()
-        for row in self._keeping(name):
-            if row.slot is not None:
-                row.settings = replace(row.settings, keep=None)
-                return self._snapshot(row.slot, row.tokens)
-        return self.left.pop(name, None)
+    def keep(self, name: str, read: int) -> Snapshot | None:
+        """Returns the snapshot of the request whose `keep` is `name`, once; None if it is unknown.
+
+        Args:
+            name: the request's `keep`.
+            read: the number of tokens that it has read, by its answer.
+        """
+        self._leave([row for row in self.rows.values() if row.settings.keep == name])
+        ended = self.left.get(name)
+        self.forget(name)
+        return None if ended is None else ended.after(read)
 
     def forget(self, name: str) -> None:
         """Drops the snapshot of the request whose `keep` is `name`, or prevents it."""
         self.left.pop(name, None)
-        for row in self._keeping(name):
-            row.settings = replace(row.settings, keep=None)
+        for row in self.rows.values():
+            if row.settings.keep == name:
+                row.settings = replace(row.settings, keep=None)
 
     @cached_property
     def fast_weights(self) -> dict[int, Any]:
@@ -134,14 +127,26 @@ class Batch(LogitsProcessor):
         held = {index: layer.slots.held(slot, tokens) for index, layer in self.fast_weights.items()}
         return Snapshot(held, tokens)
 
-    def _keeping(self, name: str) -> list[Row]:
-        return [row for row in self.rows.values() if row.settings.keep == name]
+    def _leave(self, rows: Sequence[Row]) -> None:
+        """Keeps the fast weights of requests that end or are preempted, if their settings ask for it.
 
-    def _leave(self, index: int) -> None:
-        """Removes a request that ended or was preempted, and keeps its snapshot if its settings ask for it.
-
-        From this step on, another request may write its slot.
+        From the next step on, other requests may write their slots.
         """
-        row = self.rows.pop(index, None)
-        if row is not None and row.settings.keep is not None and row.slot is not None:
-            self.left[row.settings.keep] = self._snapshot(row.slot, row.tokens)
+        for row in rows:
+            if row.settings.keep is not None and row.slot is not None:
+                full = [(slot, written) for slot, written in self.full if slot == row.slot]
+                before = self._snapshot(row.slot, row.tokens - 1) if full else None
+                self._write(full)
+                self.left[row.settings.keep] = Ended(self._snapshot(row.slot, row.tokens), before)
+
+    @torch.inference_mode()
+    def _write(self, full: Sequence[tuple[int, int]]) -> None:
+        """Writes the chunks that single tokens of the last step completed, in all layers.
+
+        The step itself only stores these tokens, so that a CUDA graph can record it. Nothing reads or copies
+        such a slot between that step and this call.
+        """
+        for slot, written in full:
+            for layer in self.fast_weights.values():
+                layer.slots.write_full(slot, written, layer)
+        self.full = [one for one in self.full if one not in full]

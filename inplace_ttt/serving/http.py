@@ -75,10 +75,6 @@ def memories_of(engine: EngineClient) -> Memories | InPlaceTTTError:
             )
         if config.parallel_config.data_parallel_size > 1:
             raise InPlaceTTTError("memories work with one engine; leave --data-parallel-size out.")
-        if config.scheduler_config.async_scheduling:
-            raise InPlaceTTTError(
-                "memories need --no-async-scheduling; otherwise a memory may have read one token too many."
-            )
         ttt = ttt_config(config)
         return Memories(
             engine,

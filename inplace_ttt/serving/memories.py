@@ -20,6 +20,7 @@ from ..errors import shown
 from ..files.folders import new_file
 from .memory import RESTING, SAVED, Memory, Refused, about_file, check_name, check_writable, unknown
 from .memory_settings import MemorySettings, Turn
+from .read_counts import ReadCounts
 from .request_settings import KNOWN
 from .worker_calls import Engine, call, make_folder_of, receive
 
@@ -44,6 +45,7 @@ class Memories:
         # files that `export` wrote before the server was killed
         for cut_off in self.folder.glob(f"*/.{'[0-9a-f]' * 32}{SAVED}"):
             cut_off.unlink(missing_ok=True)
+        self.counts = ReadCounts(engine)
         self._users: dict[str, dict[str, Memory]] = {}
         self._about: dict[str, Mapping[str, int]] = {}
         # per snapshot: the number of memories and of requests that use it
@@ -120,8 +122,11 @@ class Memories:
         KNOWN.discard(turn.keep or "")
         try:
             if turn.keep is not None and well:
-                await self._become(turn.memory, await self._made("ttt_keep", turn.keep, status=500))
+                before = 0 if turn.start is None else self._about[turn.start]["tokens"]
+                read = before + self.counts.take(turn.keep)
+                await self._become(turn.memory, await self._made("ttt_keep", turn.keep, read, status=500))
             elif turn.keep is not None:
+                self.counts.take(turn.keep)
                 await self.engine.collective_rpc("ttt_forget", args=(turn.keep,))
         finally:
             if turn.keep is not None:
@@ -283,10 +288,10 @@ class Memories:
             memory.saved = memory.snapshot
             memory.resting.unlink(missing_ok=True)
 
-    async def _made(self, how: str, what: str, status: int) -> str:
+    async def _made(self, how: str, *what: str | int, status: int) -> str:
         """Makes a new snapshot through the worker's method `how`, and returns its id."""
         name = uuid.uuid4().hex
-        self._about[name] = await call(self.engine, how, name, what, status=status)
+        self._about[name] = await call(self.engine, how, name, *what, status=status)
         KNOWN.add(name)
         return name
 

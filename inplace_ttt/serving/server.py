@@ -53,11 +53,6 @@ def serve(
     given = _arguments({"model": str(model), "host": host, "port": port}, others)
     if (given.api_server_count or 1) > 1:
         raise InPlaceTTTError("memories work with one API server; leave --api-server-count out.")
-    if given.async_scheduling:
-        raise InPlaceTTTError(
-            "with --async-scheduling a memory may have read a token too many; leave it out."
-        )
-    given.async_scheduling = False
     with reported("--additional-config after --vllm must be a JSON object"):
         given.additional_config = {**_table(given.additional_config), SETTINGS: dict(memories)}
     if keys:

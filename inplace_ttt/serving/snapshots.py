@@ -37,6 +37,37 @@ class Snapshot:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for held in self.layers.values() for tensor in held.values())
 
+    def without_last(self) -> Snapshot:
+        """Returns the fast weights before the last token, which must be in the open chunk."""
+        return Snapshot({index: _without_last(held) for index, held in self.layers.items()}, self.tokens - 1)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The fast weights of a request that ended.
+
+    Attributes:
+        whole: those after the last token that the worker read.
+        before: those before this token, if it completed a chunk; else `whole` gives them.
+    """
+
+    whole: Snapshot
+    before: Snapshot | None = None
+
+    def after(self, tokens: int) -> Snapshot:
+        """Returns the fast weights after this number of tokens: all that the worker read, or one less.
+
+        Raises:
+            InPlaceTTTError: if it is another number.
+        """
+        if tokens == self.whole.tokens:
+            return self.whole
+        if tokens == self.whole.tokens - 1:
+            return self.before or self.whole.without_last()
+        raise InPlaceTTTError(
+            f"the worker read {self.whole.tokens} tokens, but the request and its answer have {tokens}."
+        )
+
 
 class SnapshotFiles:
     """Reads and writes snapshots as files of `Session`.
@@ -120,3 +151,14 @@ def _joined(part: Tensor) -> Tensor:
 def _own_part(whole: Tensor) -> Tensor:
     group = get_tp_group()
     return whole.chunk(group.world_size, dim=-1)[group.rank_in_group].contiguous()
+
+
+def _without_last(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    filled, written, seen = held["counts"][:, 0].tolist()
+    shorter = {**held, "counts": torch.tensor([[filled - 1], [written], [seen - 1]])}
+    for name in "zx":
+        if filled > 1:
+            shorter[name] = held[name][:, :-1]
+        else:
+            del shorter[name]
+    return shorter

@@ -63,6 +63,7 @@ NAMES: dict[str, tuple[str, str]] = {
     # the server, and the benchmark
     "LLMEngine": ("vllm.v1.engine.llm_engine", "from_engine_args add_request step"),
     "EngineClient": ("vllm.engine.protocol", "collective_rpc generate"),
+    "RequestOutputKind": ("vllm.sampling_params", "DELTA"),
     "FlexibleArgumentParser": ("vllm.utils.argparse_utils", ""),
     "cli_env_setup": ("vllm.entrypoints.serve.utils.api_utils", ""),
     "configure_logging_from_args": ("vllm.logger", ""),

@@ -47,14 +47,15 @@ class MemoryWorker:
         return SnapshotFiles(self.vllm_config.model_config.model, first.fast.config, sizes, first.is_split)
 
     @_answers
-    def ttt_keep(self, snapshot: str, name: str) -> Answer:
-        """Makes a snapshot of the request whose `keep` is `name`, after its last step.
+    def ttt_keep(self, snapshot: str, name: str, read: int) -> Answer:
+        """Makes a snapshot of the request whose `keep` is `name`, after its last token.
 
         Args:
             snapshot: the id of the new snapshot.
             name: the request's `keep`.
+            read: the number of tokens that its state has read, including those of its first snapshot.
         """
-        kept = self.ttt_batch.keep(name)
+        kept = self.ttt_batch.keep(name, read)
         if kept is None:
             raise InPlaceTTTError("the worker did not keep a state of this request.")
         return self._hold(snapshot, kept)

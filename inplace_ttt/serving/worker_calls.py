@@ -12,6 +12,8 @@ from .memory import Refused
 class Engine(Protocol):
     """vLLM's `EngineClient`."""
 
+    generate: Any
+
     async def collective_rpc(
         self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()
     ) -> list[Any]: ...
@@ -37,7 +39,7 @@ async def receive(body: AsyncIterator[bytes], file: Path, limit: int) -> None:
             written.write(block)
 
 
-async def call(engine: Engine, method: str, *args: str, status: int) -> Mapping[str, int]:
+async def call(engine: Engine, method: str, *args: str | int, status: int) -> Mapping[str, int]:
     """Calls a method of all workers, and returns the answer, with `bytes` summed over workers.
 
     Raises Refused with the message of a worker that failed.

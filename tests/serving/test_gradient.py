@@ -60,7 +60,7 @@ def test_memories_of_sessions_are_read(rule: str, tmp_path: Path) -> None:
     states, wanted = expected(model)
     for b, state in enumerate(states):
         state.save(tmp_path / f"{b}.state")
-    settings = {"max_num_batched_tokens": 64, "max_num_seqs": 5, "async_scheduling": False}
+    settings = {"max_num_batched_tokens": 64, "max_num_seqs": 5}
     with engine(tmp_path / "ttt", enable_prefix_caching=True, **settings) as made:
         for b in range(len(BOOKS)):
             assert (

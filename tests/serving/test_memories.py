@@ -11,7 +11,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 from vllm import SamplingParams
+from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
+from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from inplace_ttt import Session, disable_ttt
@@ -23,10 +25,13 @@ from serving.checkpoints import LIVE, save
 from serving.test_tokens import NEW, engine, free_slots, generated, prompts
 
 
-def params(new: int = NEW, **settings: Any) -> SamplingParams:
+def params(new: int = NEW, stop: int | None = None, **settings: Any) -> SamplingParams:
     KNOWN.update(settings[name] for name in ("start", "keep") if name in settings)
     given = RequestSettings(**settings, salted=True).extra_args if settings else None
-    return SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, extra_args=given)
+    ends = None if stop is None else [stop]
+    return SamplingParams(
+        temperature=0, max_tokens=new, ignore_eos=True, stop_token_ids=ends, extra_args=given
+    )
 
 
 def ask(made: LLMEngine, name: str, prompt: list[int], wanted: SamplingParams, salt: str = "") -> None:
@@ -104,14 +109,13 @@ def test_a_memory_is_read_and_written_on(preset: str, tmp_path: Path) -> None:
         "max_num_batched_tokens": 128,
         "max_num_seqs": 5,
         "num_gpu_blocks_override": 40,
-        "async_scheduling": False,
     }
     with engine(tmp_path / "ttt", enable_prefix_caching=True, **settings) as made:
         for b, book in enumerate(books):
             ask(made, f"read{b}", book, params(1, keep=f"k{b}"), f"read{b}")
         answers(made)
         for b, book in enumerate(books):
-            assert rpc(made, "ttt_keep", f"s{b}", f"k{b}")["tokens"] == len(book)
+            assert rpc(made, "ttt_keep", f"s{b}", f"k{b}", len(book))["tokens"] == len(book)
         for turn in range(2):
             for b in (0, 1, 2, 3, "none"):
                 for q, question in enumerate(questions):
@@ -120,8 +124,8 @@ def test_a_memory_is_read_and_written_on(preset: str, tmp_path: Path) -> None:
             assert answers(made, resets=(5, 17, 40) if turn == 0 else ()) == expected
         # what a question and its answer have written is the memory's next state, but for the last token,
         # which nobody has read
-        kept = rpc(made, "ttt_keep", "next", "again20")
-        assert kept["tokens"] == len(books[2]) + len(questions[0]) + NEW - 1
+        read = len(books[2]) + len(questions[0]) + NEW - 1
+        assert rpc(made, "ttt_keep", "next", "again20", read)["tokens"] == read
         state = after(model, [*questions[0], *expected["2/0"][:-1]], states[2].fork())
         ask(made, "on", questions[1], params(start="next"), "next")
         assert answers(made)["on"] == continued(model, state, questions[1])
@@ -138,6 +142,47 @@ def test_a_memory_is_read_and_written_on(preset: str, tmp_path: Path) -> None:
         assert free == slots
 
 
+@pytest.mark.parametrize("later", [False, True], ids=["kept at once", "kept after other requests"])
+@pytest.mark.parametrize("scheduling", [False, True], ids=["step by step", "asynchronous"])
+def test_an_answer_that_ends_early(
+    scheduling: bool, later: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With asynchronous scheduling a worker reads a token after the last one, and this may complete a chunk.
+    A memory holds what the answer says."""
+    settings_of_cpus = CpuPlatform.check_and_update_config
+
+    def check_and_update_config(vllm_config: VllmConfig) -> None:
+        settings_of_cpus(vllm_config)  # turns asynchronous scheduling off
+        vllm_config.scheduler_config.async_scheduling = scheduling
+
+    monkeypatch.setattr(CpuPlatform, "check_and_update_config", staticmethod(check_and_update_config))
+    model = save(tmp_path / "ttt", "llama", "ridge")
+    texts, question = prompts(*range(24, 36), seed=7), prompts(40, seed=8)[0]
+    said = [generated(model, text) for text in texts]
+    ends = [answer.index(answer[4]) + 1 for answer in said]
+    with engine(tmp_path / "ttt", enable_prefix_caching=False, max_num_seqs=12) as made:
+        for number, text in enumerate(texts):
+            wanted = params(stop=said[number][4], keep=f"k{number}")
+            ask(made, str(number), text, wanted, f"t{number}")
+        assert answers(made) == {str(n): said[n][:end] for n, end in enumerate(ends)}
+        if later:
+            ask(made, "next", question, params())
+            answers(made)
+        batch, over = rpc(made, lambda worker: worker.ttt_batch), 0
+        for number, (text, end) in enumerate(zip(texts, ends, strict=True)):
+            read, keep = len(text) + end - 1, f"k{number}"
+            held = batch.left.get(keep)
+            there = [row.tokens for row in batch.rows.values() if row.settings.keep == keep]
+            over += (held.whole.tokens if held else there[0]) > read
+            assert rpc(made, "ttt_keep", f"s{number}", keep, read)["tokens"] == read
+            ask(made, keep, question, params(start=f"s{number}"), keep)
+        assert (over > 6) == scheduling
+        asked = answers(made)
+        for number, (text, end) in enumerate(zip(texts, ends, strict=True)):
+            state = after(model, [*text, *said[number][: end - 1]])
+            assert asked[f"k{number}"] == continued(model, state, question)
+
+
 @pytest.mark.parametrize("preset", LIVE)
 def test_two_ranks_are_one(preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensor parallelism: what is generated, and what a memory's file holds."""
@@ -146,9 +191,7 @@ def test_two_ranks_are_one(preset: str, tmp_path: Path, monkeypatch: pytest.Monk
     (book, *asked), question = prompts(150, 31, 70, 200), prompts(40, seed=5)[0]
     state = after(model, book)
     state.save(tmp_path / "in.state")
-    with engine(
-        tmp_path / "ttt", tensor_parallel_size=2, async_scheduling=False, distributed_executor_backend="mp"
-    ) as made:
+    with engine(tmp_path / "ttt", tensor_parallel_size=2, distributed_executor_backend="mp") as made:
         for number, prompt in enumerate(asked):
             ask(made, str(number), prompt, params())
         assert answers(made) == {str(number): generated(model, prompt) for number, prompt in enumerate(asked)}
@@ -158,7 +201,7 @@ def test_two_ranks_are_one(preset: str, tmp_path: Path, monkeypatch: pytest.Monk
         ] == [len(book)] * 2
         ask(made, "asked", question, params(start="s", keep="k"), "s")
         assert answers(made)["asked"] == continued(model, state, question)
-        made.collective_rpc("ttt_keep", args=("next", "k"))
+        made.collective_rpc("ttt_keep", args=("next", "k", len(book) + len(question) + NEW - 1))
         made.collective_rpc("ttt_save", args=("next", str(tmp_path / "out.state")))
     later = after(model, [*question, *continued(model, state, question)[:-1]], state.fork())
     found = Session.load(tmp_path / "out.state", model)
@@ -172,7 +215,7 @@ def test_two_ranks_are_one(preset: str, tmp_path: Path, monkeypatch: pytest.Monk
 def test_what_is_let_go_of_leaves_nothing(tmp_path: Path) -> None:
     """Requests that are aborted anywhere, and forgotten before or after."""
     save(tmp_path / "ttt", "llama", "paper")
-    with engine(tmp_path / "ttt", async_scheduling=False) as made:
+    with engine(tmp_path / "ttt") as made:
         for number, prompt in enumerate(prompts(40, 80, 120)):
             ask(made, str(number), prompt, params(keep=f"k{number}"), "x")
         for number in range(3):
@@ -191,7 +234,7 @@ def test_what_is_let_go_of_leaves_nothing(tmp_path: Path) -> None:
             and not batch.snapshots
             and not any(row.settings.keep for row in batch.rows.values())
         )
-        assert "error" in rpc(made, "ttt_keep", "s", "k0")
+        assert "error" in rpc(made, "ttt_keep", "s", "k0", 1)
 
 
 def test_settings_that_are_none(tmp_path: Path) -> None:

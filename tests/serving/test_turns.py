@@ -30,6 +30,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.snapshots: dict[str, str] = {}
+        self.generate: Any = None
         self.made, self.full, self.slow = 0, False, dict[str, asyncio.Event]()
 
     async def collective_rpc(
