@@ -82,7 +82,17 @@ RUNS = {
         )
         for steps in (1, 4)
     },
-    "gradient": Run(GRADIENT, ("training.conv_learning_rate=null", "training.proj_learning_rate=null")),
+    **{
+        f"gradient, {steps} training steps": Run(
+            GRADIENT,
+            (
+                "training.conv_learning_rate=null",
+                "training.proj_learning_rate=null",
+                f"training.steps={steps}",
+            ),
+        )
+        for steps in (30, 90)
+    },
 }
 
 
@@ -163,7 +173,8 @@ def measure(
         if not read.exists():
             hold_gate(trained / "final", read)
     elif run.trained:
-        kept_runs.train(converted, folder, seed, *settings, *run.settings, recipe=RECIPE)
+        dtype = [setting for setting in model.settings if setting.startswith("model.dtype=")]
+        kept_runs.train(converted, folder, seed, *dtype, *settings, *run.settings, recipe=RECIPE)
     else:
         kept_runs.leave_untrained(converted, folder)
     texts = ("--documents", str(documents), "--tokens", str(TOKENS), "--window", str(WINDOW))

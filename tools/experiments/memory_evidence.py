@@ -17,8 +17,8 @@ the base, and are measured once for all rules.
 Gemma 3 270M (`tools/fetch/get_model.py --model gemma-3-270m`) keeps its own attention: windows of 512 tokens,
 and the whole text in each sixth layer. It is scored past token 512. Its results are in memory-gemma-3-270m.
 
-`--model smollm2-135m-float32` is the same model in float32, for processors without bfloat16. Its results are
-in memory-float32.
+`--model smollm2-135m-float32` and `gemma-3-270m-float32` are the same models in float32, for processors
+without bfloat16. The first one's results are in memory-float32.
 
 The script resumes: it skips the results in OUT.json and the steps under runs/memory. OUT.json, OUT.png and the
 tables have all results so far.
@@ -74,9 +74,14 @@ def main() -> int:
     parser.add_argument(
         "--out", type=Path, help="default: docs/results/cpu-2026-11/memory, with the name of another model"
     )
+    parser.add_argument(
+        "--documents", type=int, default=DOCUMENTS, metavar="N", help="read fewer documents; needs an --out"
+    )
     parser.add_argument("--table", action="store_true", help="run nothing; print the kept results")
     args = parser.parse_args()
-    model = MODELS[args.model]
+    model = dataclasses.replace(MODELS[args.model], documents=args.documents)
+    if args.documents != DOCUMENTS and args.out is None:
+        parser.error("results of fewer documents need an --out of their own")
     if args.besides is not None and not set(args.besides) <= {*model.besides, RIVAL}:
         parser.error(f"{args.model} has no further readings; leave --besides out")
     name = "-".join(word for word in ("memory", model.folder) if word)
@@ -128,12 +133,12 @@ def measure(model: Model, name: str, seed: int, besides: Iterable[str]) -> None:
             *how,
         )
 
-    read("evaluation", DOCUMENTS, TOKENS, *window, *past, "--repeated-passage", *base)
+    read("evaluation", model.documents, TOKENS, *window, *past, "--repeated-passage", *base)
     beside = {
-        "full_attention": (DOCUMENTS, TOKENS, *past),
+        "full_attention": (model.documents, TOKENS, *past),
         "beyond_training": (LONG_DOCUMENTS, LONG, "--skip", str(TOKENS)),
         "far_beyond": (FAR_DOCUMENTS, FAR, *window, "--skip", str(TOKENS)),
-        RIVAL: (DOCUMENTS, TOKENS, *window, *past, "--rivals", "--rates", RATES),
+        RIVAL: (model.documents, TOKENS, *window, *past, "--rivals", "--rates", RATES),
     }
     for key in besides:
         read(key.replace("_", "-"), *beside[key])

@@ -40,6 +40,7 @@ class Model:
         window: attention window in training and reading; None for the model's own attention.
         past: number of first tokens that are not scored.
         folder: name of its folder under runs/memory and of its results.
+        documents: number of documents to read.
         settings: settings of the recipe.
         besides: further readings of seed 0.
         widened: the checkpoint of which `base` is a copy in float32; None for a base of its own.
@@ -50,6 +51,7 @@ class Model:
     window: int | None
     past: int
     folder: str = ""
+    documents: int = DOCUMENTS
     settings: tuple[str, ...] = ()
     besides: tuple[str, ...] = ()
     widened: Path | None = None
@@ -69,7 +71,7 @@ class Model:
                 "window": self.window,
             },
         }
-        documents = {"number": DOCUMENTS, "tokens": TOKENS, "past_token": self.past}
+        documents = {"number": self.documents, "tokens": TOKENS, "past_token": self.past}
         return {
             **attention,
             "documents": documents,
@@ -79,21 +81,30 @@ class Model:
 
 
 SMOLLM2 = Model(MODEL, LAYERS, WINDOW, past=WINDOW, besides=BESIDES)
+GEMMA = Model(
+    MODEL.with_name("gemma-3-270m"),
+    "7,11,14",
+    None,
+    past=512,
+    folder="gemma-3-270m",
+    settings=("model.window=null", *ONE_PROCESS),
+)
+
+
+def in_float32(model: Model, folder: str) -> Model:
+    """Returns the same model in float32, for processors without bfloat16."""
+    return dataclasses.replace(
+        model,
+        base=WORK / f"{model.base.name}-float32",
+        folder=folder,
+        settings=("model.dtype=float32", *model.settings),
+        widened=model.base,
+    )
+
+
 MODELS = {
     "smollm2-135m": SMOLLM2,
-    "smollm2-135m-float32": dataclasses.replace(
-        SMOLLM2,
-        base=WORK / "smollm2-135m-float32",
-        folder="float32",
-        settings=("model.dtype=float32",),
-        widened=MODEL,
-    ),
-    "gemma-3-270m": Model(
-        MODEL.with_name("gemma-3-270m"),
-        "7,11,14",
-        None,
-        past=512,
-        folder="gemma-3-270m",
-        settings=("model.window=null", *ONE_PROCESS),
-    ),
+    "smollm2-135m-float32": in_float32(SMOLLM2, "float32"),
+    "gemma-3-270m": GEMMA,
+    "gemma-3-270m-float32": in_float32(GEMMA, "gemma-float32"),
 }

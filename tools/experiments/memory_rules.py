@@ -80,6 +80,9 @@ RULES = {
     "gradient": gradient(),
     **{f"gradient, chunks of {size}": gradient("--chunk-size", str(size)) for size in (64, 256)},
     "gradient, 3 layers, eta 0.04": gradient("--layers", "12,18,24", "--eta", "0.04"),
+    "gradient, 18 layers, eta 0.008, chunks of 256": gradient(
+        "--layers", "upper:1", "--eta", "0.008", "--chunk-size", "256"
+    ),
     "ttt_ntp": ttt_ntp(),
     "ttt_ntp, eta 0.01": ttt_ntp("eta=0.01"),
     "LoRA, eta 0": without_writes(*LORA),
