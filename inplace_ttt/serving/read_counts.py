@@ -1,4 +1,4 @@
-"""The number of tokens that a request has read, by what its client was told."""
+"""Counts the tokens that a request has read, by its answer."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class Slots(ChunkRows):
                 self._read(*row[:2], layer, request.slot)
 
     def refresh(self, slots: Iterable[int]) -> None:
-        """Computes what single tokens read of these slots, unless it is up to date."""
+        """Updates the maps with which single tokens read these slots."""
         self._state.refresh(slots)
 
     def write_full(self, slot: int, written: int, layer: StreamedLayer) -> None:

@@ -75,7 +75,7 @@ NAMES: dict[str, tuple[str, str]] = {
 
 
 def found(name: str) -> Any:
-    """Returns what vLLM has under a name of the table.
+    """Returns the object of vLLM with a name of the table.
 
     Raises:
         InPlaceTTTError: if this version of vLLM lacks it, or an attribute of it.
