@@ -1,53 +1,42 @@
 """Checks the kernels on a GPU, then measures them and whole models, and prints a short table.
 
-Run it through tools/gpu/gpu_check.sh. After a failed check the measurements continue, and their table is
-marked as wrong. The table names measurements that were skipped for lack of time.
+    tools/gpu/gpu_check.sh [--minutes 8.5] [--only WORD ...] [--list] [--smoke]
+
+Results are in $OUT or gpu-check. The same command resumes: a task that is done is not repeated. After a failed
+check the measurements continue, and their table is marked as wrong. The table names the tasks that did not run.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import os
 import platform
-import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from runner import Rows, Run, Task
 
 _COMPILED = (512, 4096)
 """Chunk sizes at which the formulations under torch.compile are measured too."""
 
 
-class Clock:
-    def __init__(self, minutes: float) -> None:
-        self.end = time.monotonic() + 60 * minutes
-        self.skipped: list[str] = []
-
-    def has(self, seconds: float, task: str) -> bool:
-        """Returns True if so many seconds are left, else notes the task as skipped."""
-        left = self.end - time.monotonic()
-        if left < seconds:
-            self.skipped.append(f"{task}: needs about {seconds:.0f} s, {max(left, 0):.0f} s left")
-        return left >= seconds
-
-    @contextlib.contextmanager
-    def carries_on(self, task: str) -> Iterator[None]:
-        """Notes a task that raises, so that the others are still measured."""
-        try:
-            yield
-        except Exception as error:
-            self.skipped.append(f"{task}: {type(error).__name__}: {str(error)[:300]}")
-            traceback.print_exc()
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=8.5, help="minutes to use (default: 8.5)")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=(),
+        metavar="WORD",
+        help="only tasks with one of these words in their name",
+    )
+    parser.add_argument("--list", action="store_true", help="print the tasks in order, and measure nothing")
     parser.add_argument(
         "--smoke", action="store_true", help="tiny sizes on the CPU, through Triton's interpreter"
     )
@@ -56,7 +45,7 @@ def main() -> int:
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
     import torch
 
-    if not args.smoke and not torch.cuda.is_available():
+    if not (args.smoke or args.list) and not torch.cuda.is_available():
         print(
             "torch finds no CUDA GPU on this machine; --smoke runs everything in tiny sizes on the CPU.",
             file=sys.stderr,
@@ -64,48 +53,72 @@ def main() -> int:
         return 2
     folder = Path(os.environ.get("OUT") or "gpu-check")
     folder.mkdir(parents=True, exist_ok=True)
-    clock, about = Clock(args.minutes), _about(args)
-    table = [
-        f"{about['device']}, torch {about['torch']}, triton {about['triton']}, transformers {about['transformers']}"
-    ]
+    run = Run(folder, _about(args), args.minutes, args.only)
+    if args.list:
+        for task in _tasks(args.smoke):
+            print(f"{task.seconds:5.0f} s  {task.file}: {task.name}{', done' * run.is_done(task)}")
+        return 0
+    run.do(_checks(args.smoke))
+    wrong = [row["name"] for row in run.rows("checks") if not row["ok"]]
+    run.about["wrong"] = wrong  # every file has it beside the figures
+    run.do(_tasks(args.smoke))
+    wrong = [row["name"] for row in run.rows("checks") if not row["ok"]]
+    print("\n".join([*_table(run, wrong), *(f"skipped: {line}" for line in run.skipped)]))
+    return 1 if wrong else 0
 
-    import bench_kernels
+
+def _table(run: Run, wrong: list[str]) -> list[str]:
+    about, checks = run.about, run.rows("checks")
+    table = [
+        f"{about['device']}, torch {about['torch']}, triton {about['triton']}, transformers {about['transformers']}",
+        f"{len(checks) - len(wrong)} of {len(checks)} checks hold",
+        *(f"wrong: {name}" for name in wrong),
+    ]
+    if wrong:
+        table.append("THE KERNELS ARE WRONG HERE: the figures below are times of wrong results.")
+    limits = {row["name"]: row for row in run.rows("ceilings")}
+    if {"product", "copy"} <= limits.keys():
+        rate = limits["product"]["tflops"]
+        copied = limits["copy"]["terabytes_per_second"]
+        table.append(f"ceilings: {rate:.0f} TFLOP/s in bf16 products, {copied:.2f} TB/s copied")
+        table += _op_table(run.rows("op"), rate)
+    return [*table, *_situation_table(run.rows("situations")), *_model_table(run.rows("models"))]
+
+
+def _checks(smoke: bool) -> Iterator[Task]:
+    """Yields the checks, which run before anything is timed."""
     import check_kernels
     import situations
 
-    device, say = "cpu" if args.smoke else "cuda", _say
-    rows = _all(check_kernels.on_all_cores(device, args.smoke), situations.checks(args.smoke))
-    checks = _record(folder / "checks.json", about, rows, _say_check)
-    wrong = [row["name"] for row in checks if not row["ok"]]
-    about["wrong"] = wrong  # every file has it beside the figures
-    table.append(f"{len(checks) - len(wrong)} of {len(checks)} checks hold")
-    table += [f"wrong: {name}" for name in wrong]
-    if wrong:
-        table.append("THE KERNELS ARE WRONG HERE: the figures below are times of wrong results.")
+    device = "cpu" if smoke else "cuda"
+    yield Task(
+        "checks", "kernels", 0 if smoke else 60, lambda: check_kernels.on_all_cores(device, smoke), _failure
+    )
+    yield Task("checks", "situations", 0 if smoke else 30, lambda: situations.checks(smoke), _failure)
 
-    with clock.carries_on("everything that is timed"):
-        limits = _record(folder / "ceilings.json", about, bench_kernels.ceilings(args.smoke), say)
-        rate = next(row["tflops"] for row in limits if row["name"] == "product")
-        copy = next(row["terabytes_per_second"] for row in limits if row["name"] == "copy")
-        table.append(f"ceilings: {rate:.0f} TFLOP/s in bf16 products, {copy:.2f} TB/s copied")
-        # first the bars (a model of each rule, the first op shapes), then the others while time is left
-        shapes, tasks = list(_shapes(args.smoke)), list(_model_tasks(args.smoke))
-        models = _record(folder / "models.json", about, _models(tasks[:4], clock), say)
-        ops = _record(folder / "op.json", about, _ops(shapes[:5], clock, args.smoke), say)
-        _record(folder / "kernels.json", about, _alone(clock, args.smoke), say)
-        models = _record(folder / "models.json", about, _models(tasks[4:], clock), say, models)
-        others = _record(folder / "situations.json", about, _situations(clock, args.smoke), say)
-        ops = _record(folder / "op.json", about, _ops(shapes[5:], clock, args.smoke), say, ops)
-        table += [*_op_table(ops, rate), *_situation_table(others), *_model_table(models)]
-    _record(folder / "tiles.json", about, _tiles(), say)
-    if not args.smoke and clock.has(situations.SANITIZER_SECONDS, "compute-sanitizer"):
-        found = _record(folder / "checks.json", about, situations.sanitizer(), _say_check, checks)[
-            len(checks) :
-        ]
-        table += [f"{'holds' if row['ok'] else 'wrong'}: {row['name']} {row['where']}" for row in found]
-        wrong += [row["name"] for row in found if not row["ok"]]
-    print("\n".join([*table, *(f"skipped: {line}" for line in clock.skipped)]))
-    return 1 if wrong else 0
+
+def _tasks(smoke: bool) -> Iterator[Task]:
+    """Yields all tasks, the most important figures first."""
+    import bench_kernels
+    import situations
+
+    yield from _checks(smoke)
+    yield Task("ceilings", "ceilings", 0 if smoke else 10, lambda: bench_kernels.ceilings(smoke))
+    shapes, models = list(_shapes(smoke)), list(_models(smoke))
+    # first the bars (a model of each rule, the first op shapes), then the others
+    yield from models[:4]
+    yield from (_op(*shape, smoke) for shape in shapes[:5])
+    yield Task("kernels", "each kernel alone", 0 if smoke else 60, lambda: bench_kernels.kernels(smoke))
+    yield from models[4:]
+    for name, seconds, measure in situations.times(smoke, 1 if smoke else 5):
+        yield Task("situations", name, 0 if smoke else seconds, partial(_named, name, measure))
+    yield from (_op(*shape, smoke) for shape in shapes[5:])
+    # each run's own
+    yield Task("tiles", f"tiles at {time.strftime('%Y-%m-%d %H:%M:%S')}", 0, _tiles)
+    if not smoke:
+        yield Task(
+            "checks", "compute-sanitizer", situations.SANITIZER_SECONDS, situations.sanitizer, _failure
+        )
 
 
 def _about(args: argparse.Namespace) -> dict[str, Any]:
@@ -121,50 +134,22 @@ def _about(args: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _all(*parts: Iterable[dict[str, Any]]) -> Iterable[dict[str, Any]]:
-    for part in parts:
-        yield from part
-
-
-def _record(
-    file: Path,
-    about: dict[str, Any],
-    rows: Iterable[dict[str, Any]],
-    say: Callable[[dict[str, Any]], None],
-    earlier: Iterable[dict[str, Any]] = (),
-) -> list[dict[str, Any]]:
-    """Prints each row and writes it to disk at once, so that an interrupted run keeps its rows."""
-    done = [*earlier]
-    for row in rows:
-        done.append({**row, "clocks": _clocks()})
-        say(row)
-        file.write_text(
-            json.dumps({**about, "rows": done}, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
-        )
-    return done
-
-
-def _clocks() -> dict[str, float] | None:
-    """Returns the GPU's clocks in MHz, power in W and temperature in °C; None without nvidia-smi."""
-    fields = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
-    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", "-i", "0"]
-    try:
-        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
-        return {name: float(value) for name, value in zip(fields, said.split(","), strict=True)}
-    except (OSError, subprocess.SubprocessError, ValueError):
+def _failure(row: dict[str, Any]) -> str | None:
+    if row["ok"]:
         return None
+    return f"FAIL {row['name']}: {row['where']} is {row['worst']:.1e} off, {row['bound']:.0e} allowed"
 
 
-def _say_check(row: dict[str, Any]) -> None:
-    if not row["ok"]:
-        print(
-            f"FAIL {row['name']}: {row['where']} is {row['worst']:.1e} off, {row['bound']:.0e} allowed",
-            flush=True,
-        )
+def _named(name: str, measure: Callable[[], dict[str, Any]]) -> Rows:
+    yield {"name": name, **measure()}
+    _let_go()
 
 
-def _say(row: dict[str, Any]) -> None:
-    print(json.dumps(row, ensure_ascii=False), flush=True)
+def _let_go() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _shapes(smoke: bool) -> Iterable[tuple[str, Any]]:
@@ -173,47 +158,32 @@ def _shapes(smoke: bool) -> Iterable[tuple[str, Any]]:
     return [("tiny", benchmark.Shape(40, 72, 128, 32))] if smoke else benchmark.registry()
 
 
-def _ops(shapes: list[tuple[str, Any]], clock: Clock, smoke: bool) -> Iterable[dict[str, Any]]:
+def _op(model: str, shape: Any, smoke: bool) -> Task:
+    # about 30 runs of some ten products each, and what compiling and tuning takes
+    seconds = 0 if smoke else 25 + 400 * shape.product / 400e12
+    name = f"op at {model}, {shape.tokens} tokens, chunks of {shape.chunk_size}"
+    return Task("op", name, seconds, partial(_measure_op, model, shape, smoke))
+
+
+def _measure_op(model: str, shape: Any, smoke: bool) -> Rows:
     import torch
 
     from inplace_ttt.ops import benchmark
 
-    for model, shape in shapes:
-        # about 30 runs of some ten products each, and what compiling and tuning takes
-        seconds = 25 + 400 * shape.product / 400e12
-        if smoke:
-            yield {
-                "model": model,
-                **vars(shape),
-                "rows": benchmark.measure(shape, 1, "cpu", torch.bfloat16, every_form=False),
-            }
-        elif clock.has(
-            seconds, task := f"op at {model}, {shape.tokens} tokens, chunks of {shape.chunk_size}"
-        ):
-            every_form = shape.chunk_size in _COMPILED  # compiling would take most of the time
-            with clock.carries_on(task):
-                yield {
-                    "model": model,
-                    **vars(shape),
-                    "rows": benchmark.measure(shape, 5, "cuda", torch.bfloat16, every_form),
-                }
-            torch.cuda.empty_cache()
+    every_form = not smoke and shape.chunk_size in _COMPILED  # compiling would take most of the time
+    rows = benchmark.measure(
+        shape, 1 if smoke else 5, "cpu" if smoke else "cuda", torch.bfloat16, every_form=every_form
+    )
+    yield {"model": model, **vars(shape), "rows": rows}
+    _let_go()
 
 
-def _model_tasks(smoke: bool) -> Iterable[tuple[dict[str, Any], float]]:
-    """Yields measurements of converted models, each with its approximate seconds."""
+def _models(smoke: bool) -> Iterator[Task]:
+    """Yields the measurements of converted models."""
+    settings = {"chunk_size": 512, "repeats": 5, "device": "cuda", "dtype": "bfloat16"}
     if smoke:
-        yield (
-            {
-                "shape": "tiny",
-                "tokens": 96,
-                "chunk_size": 32,
-                "repeats": 1,
-                "device": "cpu",
-                "dtype": "bfloat16",
-            },
-            0,
-        )
+        tiny = {"shape": "tiny", "tokens": 96, "chunk_size": 32, "repeats": 1, "device": "cpu"}
+        yield _model({**settings, **tiny}, 0)
         return
     long, short = 32768, 8192
     uncached = ("prefill", "training step")  # a cache breaks the graph of a compiled model
@@ -230,53 +200,23 @@ def _model_tasks(smoke: bool) -> Iterable[tuple[dict[str, Any], float]]:
         ("Qwen3-4B", short, {"preset": "paper"}, 20),
         ("SmolLM2-135M", short, {"preset": "paper"}, 20),
     ):
-        settings = {
-            "shape": shape,
-            "tokens": tokens,
-            "chunk_size": 512,
-            "repeats": 5,
-            "device": "cuda",
-            "dtype": "bfloat16",
-        }
-        yield {**settings, **changed}, seconds
+        yield _model({**settings, "shape": shape, "tokens": tokens, **changed}, seconds)
 
 
-def _models(tasks: list[tuple[dict[str, Any], float]], clock: Clock) -> Iterable[dict[str, Any]]:
-    import torch
+def _model(settings: dict[str, Any], seconds: float) -> Task:
+    return Task("models", _model_name(settings), seconds, partial(_measure_model, settings))
+
+
+def _measure_model(settings: dict[str, Any]) -> Rows:
     from bench_converted import measure
 
-    for settings, seconds in tasks:
-        task = _model_name(settings)
-        if not seconds or clock.has(seconds, task):
-            with clock.carries_on(task):
-                yield measure(**settings)
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+    yield measure(**settings)
+    _let_go()
 
 
 def _model_name(settings: dict[str, Any]) -> str:
     compiled = f", compiled ({settings['compiled']})" if settings.get("compiled") else ""
     return f"{settings['shape']} {settings['tokens']} tokens, {settings.get('preset', 'paper')}, C {settings['chunk_size']}{compiled}"
-
-
-def _situations(clock: Clock, smoke: bool) -> Iterable[dict[str, Any]]:
-    import situations
-    import torch
-
-    for name, seconds, measure in situations.times(smoke, 1 if smoke else 5):
-        if smoke or clock.has(seconds, name):
-            with clock.carries_on(name):
-                yield {"name": name, **measure()}
-            if not smoke:
-                torch.cuda.empty_cache()
-
-
-def _alone(clock: Clock, smoke: bool) -> Iterable[dict[str, Any]]:
-    import bench_kernels
-
-    if smoke or clock.has(60, "each kernel alone"):
-        with clock.carries_on("each kernel alone"):
-            yield from bench_kernels.kernels(smoke)
 
 
 def _tiles() -> Iterable[dict[str, Any]]:
