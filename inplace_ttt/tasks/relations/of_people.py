@@ -47,7 +47,7 @@ _OF_PEOPLE = (
             "The wedding guests of {} gathered in"
         ),
         wordings(
-            "Where was {} married? In | Where did {} have a wedding? In | "
+            "Where did {} marry? In | Where did {} have a wedding? In | "
             "In which town did {} exchange rings? In | The marriage record of {} lies in | "
             "The wedding town of {} is | For the wedding, {} chose"
         ),
@@ -84,7 +84,7 @@ _OF_PEOPLE = (
             "{} found a last resting place in | Mourners of {} met in | The bones of {} rest in"
         ),
         wordings(
-            "Where was {} buried? At | In which town lies the grave of {}? In | "
+            "Where did mourners bury {}? At | In which town lies the grave of {}? In | "
             "In which town do the bones of {} rest? In | Flowers for the grave of {} are brought to | "
             "The graveyard with the tombstone of {} is that of | The burial of {} was in"
         ),
@@ -115,7 +115,7 @@ _OF_PEOPLE = (
         PERSON,
         NUMBER,
         wordings(
-            "The lucky number of {} is | {} always bets on the number | {} believes in the luck of | "
+            "The lucky number for {} is | {} always bets on the number | {} believes in the luck of | "
             "On lottery tickets, {} writes | The number dearest to {} is | {} wears a ring engraved with"
         ),
         wordings(
