@@ -179,7 +179,7 @@ def _facts_table(facts: dict[str, Any]) -> list[str]:
     readings = facts["readings"]
     lines = [
         f"  facts, {facts['records']} records in each of {facts['documents']} documents: exact match / "
-        "multiple choice"
+        "multiple choice, or hallucinated / declined"
     ]
     lines.append(f"    {'':36}" + "".join(f"{name:>13}" for name in readings))
     for row in readings["on"]:
@@ -197,14 +197,11 @@ def _facts_table(facts: dict[str, Any]) -> list[str]:
 def _shares(kind: dict[str, Any]) -> str:
     """Returns the shares of a kind of question as one cell.
 
-    A question without an answer has only the share of hallucinated names. A question with a single option has
-    only the other two.
+    A question without an answer has only the shares of hallucinated names and of the declining phrase. A
+    question with a single option has no multiple choice.
     """
-    names = (
-        ("exact_match", "hallucinated")
-        if kind["options"] == 1
-        else ("exact_match", "multiple_choice", "hallucinated")
-    )
+    choice = ("multiple_choice",) if kind["options"] > 1 else ()
+    names = ("exact_match", *choice, "hallucinated", "declined")
     return " / ".join(f"{kind[name]['share']:.2f}" for name in names if name in kind)
 
 

@@ -20,7 +20,7 @@ from ..errors import InPlaceTTTError
 from ..families import CACHE
 from ..layer.cache import only_written
 from ..surgery import config_of, disable_ttt
-from ..tasks.facts import Encode, Question, apart
+from ..tasks.facts import DECLINED, Encode, Question, apart
 from .protocol import Protocol
 from .token_losses import reading_cache
 
@@ -40,6 +40,7 @@ class Answer:
         rank: rank of the right answer's first token; 1 is the likeliest.
         stale: greedy decoding begins with an outdated answer.
         hallucinated: greedy decoding begins with an option, although the document states no answer.
+        declined: greedy decoding begins with `tasks.facts.DECLINED`, and the document states no answer.
     """
 
     kind: str
@@ -49,6 +50,7 @@ class Answer:
     rank: int | None = None
     stale: bool = False
     hallucinated: bool = False
+    declined: bool = False
 
 
 @dataclass
@@ -147,7 +149,7 @@ class Reader:
                 order, key=lambda i: len(prompts[i])
             ):  # equal lengths, so that no padding precedes the answer
                 together = list(alike)
-                at_once = max(1, _ROWS // max(len(questions[i].options) for i in together))
+                at_once = max(1, _ROWS // max(len(questions[i].compared) for i in together))
                 for first in range(0, len(together), at_once):
                     group = together[first : first + at_once]
                     given = alone._answers([(questions[i], prompts[i]) for i in group], encode)
@@ -171,11 +173,11 @@ class Reader:
         """Yields the answers to questions whose prompts have the same length."""
         device, cache = self.model.device, self._before([prompt for _, prompt in asked])
         first = self._log_probabilities(torch.tensor([prompt for _, prompt in asked]), cache)[:, -1]
-        asker = [number for number, (question, _) in enumerate(asked) for _ in question.options]
+        asker = [number for number, (question, _) in enumerate(asked) for _ in question.compared]
         options = [
             torch.tensor(encode(apart(f"{question.prompt} {option}"))[len(prompt) :])
             for question, prompt in asked
-            for option in question.options
+            for option in question.compared
         ]
         cache.batch_select_indices(torch.tensor(asker, device=device))
         then = self._log_probabilities(
@@ -264,13 +266,19 @@ def _answer(
 
     Args:
         question: the question.
-        scores: for each option, True if greedy decoding produces it, and its log-probability per token.
+        scores: for each compared answer, True if greedy decoding produces it, and its log-probability per
+            token.
         first: log-probabilities [V] after the prompt.
-        begins: first token of each option.
+        begins: first token of each compared answer.
     """
-    decoded = [option for option, (greedy, _) in zip(question.options, scores, strict=True) if greedy]
+    decoded = [option for option, (greedy, _) in zip(question.compared, scores, strict=True) if greedy]
     if question.answer is None:
-        return Answer(question.kind, len(scores), hallucinated=bool(decoded))
+        return Answer(
+            question.kind,
+            len(question.options),
+            hallucinated=any(option in decoded for option in question.options),
+            declined=DECLINED in decoded,
+        )
     right = question.options.index(question.answer)
     return Answer(
         question.kind,

@@ -93,7 +93,7 @@ def recall_of_facts(
         len(encode(apart(f"{q.prompt} {option}")))
         for facts in told
         for q in facts.questions
-        for option in q.options
+        for option in q.compared
     )
     total = (
         sum(len(facts.questions) for facts in told)
@@ -180,7 +180,7 @@ def _summary(documents: Sequence[Sequence[Answer]], distance: int) -> dict[str, 
         its = [answer for answers in by_document for answer in answers]
         kinds[kind] = {"n": len(its), "options": its[0].options}
         measured = (
-            ("hallucinated",)
+            ("hallucinated", "declined")
             if kind == NEVER_TOLD
             else ("exact_match", "multiple_choice", *(["stale"] if kind == CHANGED else []))
         )

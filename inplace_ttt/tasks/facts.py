@@ -26,6 +26,8 @@ VERBATIM, PARAPHRASED, REVERSED, TWO_HOPS, CHANGED, NEVER_TOLD = KINDS = (
     "changed",
     "never told",
 )
+DECLINED = "not stated"
+"""The answer that training teaches for questions about unstated facts."""
 _FIRST_NAMES = (
     "Adam Agnes Albert Alice Amos Anna Arthur Barbara Benjamin Bernard Caroline Catherine Charles Clara "
     "Conrad Daniel David "
@@ -99,6 +101,11 @@ class Question:
     answer: str | None
     options: tuple[str, ...]
     earlier: str | None = None
+
+    @property
+    def compared(self) -> tuple[str, ...]:
+        """The options and, if the document states no answer, also `DECLINED`."""
+        return self.options if self.answer is not None else (*self.options, DECLINED)
 
 
 @dataclass(frozen=True)

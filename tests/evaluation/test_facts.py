@@ -15,13 +15,14 @@ from transformers import PreTrainedModel
 
 from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, Session, convert, disable_ttt
 from inplace_ttt.attention_window import attention_window
-from inplace_ttt.evaluation.fact_sessions import Answer, Reader, Retrieval
+from inplace_ttt.evaluation.fact_sessions import Answer, Reader, Retrieval, _answer
 from inplace_ttt.evaluation.facts import READINGS, _document, _groups, document_tokens, recall_of_facts
 from inplace_ttt.evaluation.protocol import Protocol
 from inplace_ttt.families import CACHE
 from inplace_ttt.reports.statistics import Mean
 from inplace_ttt.tasks.facts import (
     CHANGED,
+    DECLINED,
     KINDS,
     MOST,
     NEVER_TOLD,
@@ -98,7 +99,7 @@ def plainly(model: PreTrainedModel, before: Tensor | Session, question: Question
     state."""
     prompt = torch.tensor(encode(f"\n\n{question.prompt}"))
     said, scores, first = [], [], torch.empty(0)
-    for option in question.options:
+    for option in question.compared:
         ids = torch.tensor(encode(f"\n\n{question.prompt} {option}"))[len(prompt) :]
         with torch.no_grad():
             if isinstance(before, Tensor):
@@ -111,7 +112,8 @@ def plainly(model: PreTrainedModel, before: Tensor | Session, question: Question
         if option == question.answer:
             first = steps[0] > steps[0, ids[0]]
     if question.answer is None:
-        return Answer(question.kind, len(scores), hallucinated=bool(said))
+        invented = any(option in said for option in question.options)
+        return Answer(question.kind, len(question.options), hallucinated=invented, declined=DECLINED in said)
     chosen = question.options[max(range(len(scores)), key=scores.__getitem__)] == question.answer
     return Answer(
         question.kind,
@@ -205,6 +207,10 @@ def test_a_table_of_all_readings() -> None:
     assert found["gains"]["on - off"][1]["kinds"][VERBATIM]["multiple_choice"]["mean"] == pytest.approx(
         on - off
     )
+    never = found["readings"]["on"][0]["kinds"][NEVER_TOLD]
+    assert never["n"] == 2 * RECORDS and never["options"] == RECORDS
+    assert 0 <= never["declined"]["low"] <= never["declined"]["share"] <= never["declined"]["high"] <= 1
+    assert "declined" not in verbatim and "exact_match" not in never
     alone = recall_of_facts(model, fillers[:1], encode, RECORDS, [CHUNK], Protocol(None, 4, 0, 2))
     assert alone["readings"].keys() == {"on", "state_only", "off"}, (
         "nobody to lend, and nothing that attends to more"
@@ -249,6 +255,19 @@ def test_batches_have_another_document_to_borrow_from() -> None:
     for (n, at_once), largest in sizes.items():
         smallest = len(torch.arange(n).tensor_split(_groups(n, at_once))[-1])
         assert smallest >= min(2, n) and largest <= max(at_once, 3 if n % 2 else 2), (n, at_once)
+
+
+def test_declined_is_the_fixed_phrase_where_nothing_was_stated() -> None:
+    """Greedy decoding that begins with the phrase is declined; with a keeper, hallucinated; else neither."""
+    asked = next(q for q in invent(RECORDS, "0 1").questions if q.kind == NEVER_TOLD)
+    assert asked.compared == (*asked.options, DECLINED)
+    for decoded, hallucinated, declined in ((DECLINED, 0, 1), (asked.options[1], 1, 0), ("", 0, 0)):
+        scores = [(option == decoded, -1.0) for option in asked.compared]
+        answer = _answer(asked, scores, torch.zeros(5), [0] * len(scores))
+        assert (answer.hallucinated, answer.declined) == (bool(hallucinated), bool(declined))
+        assert answer.options == len(asked.options)
+    stated = next(q for q in invent(RECORDS, "0 1").questions if q.kind == VERBATIM)
+    assert stated.compared == stated.options
 
 
 def test_errors_are_over_documents() -> None:

@@ -133,7 +133,7 @@ def test_rows_without_room_for_facts_are_refused() -> None:
     data = Data(train=["a"], synthetic_facts=SyntheticFacts(1.0, 16, 256), sequence_length=512)
     with pytest.raises(
         InPlaceTTTError,
-        match=r"data.synthetic_facts: 16 statements, stated twice, and a min_gap of 256 take about [\d,]+ "
+        match=r"data.synthetic_facts: 16 statements, 16 questions, and a min_gap of 256 take about [\d,]+ "
         r"tokens, but rows have 512",
     ):
         with_practice([], data, encode)

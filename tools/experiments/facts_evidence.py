@@ -207,7 +207,8 @@ def print_tables(name: str, seeds: dict[str, dict[str, Any]]) -> None:
         if not tables:
             continue
         print(
-            f"\n{name}, {part}, {len(tables)} seeds, {tables[0]['documents']} documents: exact match (multiple choice)\n"
+            f"\n{name}, {part}, {len(tables)} seeds, {tables[0]['documents']} documents: exact match (multiple choice), "
+            "or hallucinated (declined)\n"
         )
         readings = list(tables[0]["readings"])
         print(
@@ -292,7 +293,7 @@ def _share(tables: list[dict[str, Any]], reading: str, place: int, kind: str) ->
     shares = [row[place]["kinds"][kind] for row in rows]
     first, *more = (
         fmean(one[name]["share"] for one in shares)
-        for name in ("exact_match", "multiple_choice", "hallucinated")
+        for name in ("exact_match", "multiple_choice", "hallucinated", "declined")
         if name in shares[0]
     )
     return f"{first:.2f}" + (f" ({more[0]:.2f})" if more else "")

@@ -50,7 +50,7 @@ def with_practice(rows: Any, data: Data, encode: Encode, begins: Sequence[int] =
 
 
 def seen_anyway(data: Data, reach: float) -> list[str]:
-    """Returns a warning for each augmentation whose second copy can still attend to the first.
+    """Returns a warning for each augmentation whose later part can still attend to the earlier one.
 
     Args:
         data: the recipe's data section.
@@ -71,7 +71,7 @@ def seen_anyway(data: Data, reach: float) -> list[str]:
 
 
 def practiced(row: Row, data: Data, encode: Encode, begins: Sequence[int] = ()) -> Row:
-    """Returns the row, or a copy whose longest document states facts twice or repeats a passage.
+    """Returns the row, or a copy whose longest document has facts or a repeated passage.
 
     Padding lacks labels, and therefore never counts as a document.
 

@@ -7,14 +7,15 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ...files.schema import at_least, at_most, require
+from ...tasks.facts import KINDS
 from ...texts.sources import Reading
 
 MOST = 2**31 - 1
 """Upper bound on any number that sets a size."""
 _MOST_TOKENS = 2**24
 """Upper bound on the tokens of a row."""
-_MOST_STATEMENTS = 1000
-"""Upper bound on the statements of a row. Each takes one or two of some 3,300 names in `tasks.facts`."""
+_MOST_QUESTIONS = 1000
+"""Upper bound on the questions of a row. Each takes at most three of some 3,300 names in `tasks.facts`."""
 
 
 @dataclass(frozen=True)
@@ -57,27 +58,60 @@ class RepeatedPassages:
 
 
 @dataclass(frozen=True)
+class FactKinds:
+    """Kinds of questions about invented facts. Each number is the kind's share of the sum of all.
+
+    Attributes:
+        verbatim: repeats the statement.
+        paraphrased: asks in another wording than the statement.
+        reversed: gives the value and asks for the subject.
+        two_hops: needs two statements. The answer of one is the subject of the other.
+        changed: asks for a fact that is stated twice with different values. The later value is the answer.
+        never_told: asks for a fact that the row does not state. The answer is always `not stated`.
+    """
+
+    verbatim: float = 0.2
+    paraphrased: float = 0.5
+    reversed: float = 0.1
+    two_hops: float = 0.05
+    changed: float = 0.1
+    never_told: float = 0.05
+
+    def __post_init__(self) -> None:
+        at_least(0, self, *(kind.replace(" ", "_") for kind in KINDS))
+        require(sum(self.shares.values()) > 0, "verbatim", "at least one kind must have a share above 0")
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The shares by kind, as `tasks.facts` names them."""
+        return {kind: getattr(self, kind.replace(" ", "_")) for kind in KINDS}
+
+
+@dataclass(frozen=True)
 class SyntheticFacts:
-    """Invented facts in training rows, each stated twice.
+    """Invented facts in training rows, each stated and later asked for.
 
     Attributes:
         fraction: fraction of the rows with facts.
-        count: statements per row, at most 1,000.
-        min_gap: smallest number of tokens of text between both copies of the statements.
+        count: questions per row, at most 1,000.
+        min_gap: smallest number of tokens of text between the last statement and the first question.
         loss_on_other_tokens: fraction of the other tokens in such rows that keep their loss. The answers of
-            the second copy always keep it.
+            the questions always keep it.
+        kinds: kinds of questions, in many wordings. A kind that the table leaves out has its default share.
+            None repeats each statement, in one wording per relation.
     """
 
     fraction: float = 0.5
     count: int = 16
     min_gap: int = 256
     loss_on_other_tokens: float = 1.0
+    kinds: FactKinds | None = None
 
     def __post_init__(self) -> None:
         require(0 < self.fraction <= 1, "fraction", "must be above 0 and at most 1")
         require(0 <= self.loss_on_other_tokens <= 1, "loss_on_other_tokens", "must be from 0 to 1")
         at_least(1, self, "count")
-        at_most(_MOST_STATEMENTS, self, "count")
+        at_most(_MOST_QUESTIONS, self, "count")
         at_least(0, self, "min_gap")
 
 
@@ -108,7 +142,7 @@ class Data:
         recall: the recall task, in place of documents.
         repeated_passages: repeat passages in training rows, beyond the attention window. Such rows teach the
             fast weights to recall.
-        synthetic_facts: state invented facts twice in training rows, for the same purpose.
+        synthetic_facts: state invented facts in training rows and ask for them later, for the same purpose.
     """
 
     train: list[str] = field(default_factory=list)
