@@ -33,7 +33,7 @@ BUDGET = {
     "real": 25,
     "reports": 5,
     "session": 80,
-    "tasks": 5,
+    "tasks": 10,
     "tests": 90,
     "texts": 10,
     "tools": 30,
