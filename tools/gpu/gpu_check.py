@@ -159,7 +159,7 @@ def _shapes(smoke: bool) -> Iterable[tuple[str, Any]]:
 
 
 def _op(model: str, shape: Any, smoke: bool) -> Task:
-    # about 30 runs of some ten products each, and what compiling and tuning takes
+    # the op runs about 30 times, each with ten products, and first compiles and tunes its kernels
     seconds = 0 if smoke else 25 + 400 * shape.product / 400e12
     name = f"op at {model}, {shape.tokens} tokens, chunks of {shape.chunk_size}"
     return Task("op", name, seconds, partial(_measure_op, model, shape, smoke))
